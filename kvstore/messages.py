@@ -2,7 +2,7 @@
 
 Both are frozen and pickle cheaply: operations travel as plain tuples, a column of them per kind, not as hundreds of
 objects. Every operation has a **ticket**, a number that is never used twice; a report names tickets. The planner
-counts reports per rank, so a report may arrive late, twice or out of order.
+counts completions per rank, so a report may arrive late, twice, out of order, or not at all if a later one does.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ Fetch = tuple[int, int, bytes, int, int]
 Part = tuple[int, bytes, int, int, tuple[int, ...]]
 """(slot, address, fetch ticket or 0, first block within the chunk, block ids): blocks to fill from the slot."""
 
-Load = tuple[int, str, int, tuple[Part, ...]]
-"""(ticket, request id, group, parts): fill the blocks of one request; reports the parts that were delivered."""
+Load = tuple[int, str, int, tuple[Part, ...], tuple[int, ...]]
+"""(ticket, request id, group, parts, lost blocks): fill the blocks of one request from its parts, in order.
 
-Fail = tuple[int, str, tuple[int, ...]]
-"""(ticket, request id, block ids): report this load as failed as a whole."""
+The lost blocks could not be planned and come after those of the parts; they are reported invalid in any case. A load
+without parts reports a failure and nothing else.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class Plan:
         sequence: number of the plan, rising.
         generation: raised by each reset; operations of an older one are not started.
         epochs: the current epoch's name of each tier by tier index, ``""`` where there is none (yet).
-        saves, writes, fetches, loads, fails: the operations, in the order in which they should be done.
-        acks: for each rank the highest report sequence received, -1 for none.
+        saves, writes, fetches, loads: the operations, in the order in which they should be done.
+        acks: for each rank the highest batch sequence received, -1 for none.
     """
 
     sequence: int
@@ -74,13 +75,12 @@ class Plan:
     writes: tuple[Write, ...] = ()
     fetches: tuple[Fetch, ...] = ()
     loads: tuple[Load, ...] = ()
-    fails: tuple[Fail, ...] = ()
     acks: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.saves or self.writes or self.fetches or self.loads or self.fails)
+        return not (self.saves or self.writes or self.fetches or self.loads)
 
 
 Done = tuple[int, Outcome]
@@ -97,20 +97,29 @@ Evicted = tuple[int, str, tuple[bytes, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank did. Items are repeated until a plan acknowledges ``sequence``.
+class Batch:
+    """What ended on one rank between two of its reports.
 
     Attributes:
-        rank: index of the rank.
-        sequence: number of this report, rising per rank.
+        sequence: number of the batch, rising by one per rank.
         done, loaded: ended operations.
         evicted: what persistent tiers removed.
         tiers: changed states of tiers.
     """
 
-    rank: int
     sequence: int
     done: tuple[Done, ...] = ()
     loaded: tuple[Loaded, ...] = ()
     evicted: tuple[Evicted, ...] = ()
     tiers: tuple[TierState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank did: every batch that no plan has acknowledged yet, oldest first.
+
+    A batch may thus arrive more than once; the planner takes each only once, by its sequence.
+    """
+
+    rank: int
+    batches: tuple[Batch, ...]

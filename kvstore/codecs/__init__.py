@@ -1,0 +1,1 @@
+"""How a payload's bytes are stored in a record."""

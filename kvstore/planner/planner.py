@@ -1,0 +1,296 @@
+"""The planner: turns lookups, finished prefills and reports into plans.
+
+It owns the slots and believes the catalog; it never touches bytes. Given the same calls it makes the same plans, so
+a trace simulator can drive the object that production runs.
+
+Invariants: every ticket is released exactly once; a slot is readable only when all ranks reported it filled, a
+persistent chunk only when all writing ranks reported it stored; no plan uses a slot for two addresses; a positive
+answer commits nothing until `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvstore.errors import ContractError
+from kvstore.messages import Part, Plan, Report
+from kvstore.metrics import Counters
+from kvstore.planner.catalog import Catalog
+from kvstore.planner.lookup import Lookup
+from kvstore.planner.orders import Orders
+from kvstore.planner.slot_table import SlotState
+from kvstore.planner.state import PlannerSpec, State, TierSpec, first_tier
+from kvstore.planner.tracks import FetchTicket, Match, Track
+from kvstore.policies.base import EvictionPolicy
+
+__all__ = ["Planner", "PlannerSpec", "TierSpec"]
+
+
+class Planner:
+    """See the module. Used from one thread; no call blocks. Times are seconds of any monotonic clock."""
+
+    def __init__(self, spec: PlannerSpec, policy: EvictionPolicy, counters: Counters) -> None:
+        self.spec = spec
+        self.state = State(spec, policy, counters)
+        self.lookup = Lookup(self.state)
+        self.orders = Orders(self.state)
+        self._tracks: dict[str, Track] = {}
+        self._next_turn = 1
+        self.write_quarter = max(1, spec.slots // 4) if self.state.slot_tier >= 0 else spec.slots
+        """Slots that lower writes may hold on an executor at a time."""
+        # Twice what an executor allows itself: half may be done and unreported since the engine stopped stepping.
+        self._write_limit = min(spec.slots, 2 * self.write_quarter)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What is where."""
+        return self.state.catalog
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def track(self, request_id: str) -> Track:
+        """The track of a live request, made at its first use."""
+        track = self._tracks.get(request_id)
+        if track is None:
+            track = self._tracks[request_id] = Track(request_id, self._next_turn)
+            self._next_turn += 1
+        return track
+
+    def find(self, request_id: str) -> Track | None:
+        """The track of a live request, None for none."""
+        return self._tracks.get(request_id)
+
+    def close(self, request_id: str) -> None:
+        """Forgets a request that ended, in any state. What was ordered for it ends by itself."""
+        track = self._tracks.pop(request_id, None)
+        if track is not None:
+            self.lookup.end_lease(track)
+            self.state.accounts.closed(track)
+
+    @property
+    def live_requests(self) -> int:
+        """Number of requests with a track."""
+        return len(self._tracks)
+
+    # -- lookup -----------------------------------------------------------------------------------------------------
+
+    def match(
+        self, track: Track, addresses: Sequence[bytes], local_tokens: int, limit_tokens: int, now: float
+    ) -> Match:
+        """How many tokens beyond ``local_tokens`` can be delivered.
+
+        Args:
+            track: the request.
+            addresses: of the full chunks of its prompt, from the first.
+            local_tokens: what the engine has, a multiple of the block.
+            limit_tokens: the match ends here (prompt length - 1); rounded down to a block.
+            now: seconds.
+
+        Returns:
+            A verdict that stays the same while nothing changes. ``tokens`` is None while the answer is not known,
+            until the request's probe deadline at most. A positive one holds a lease on its slots until `commit`,
+            `close` or the lease's end. Cost: one dict lookup a chunk; O(1) when asked again.
+        """
+        return self.lookup.match(track, addresses, local_tokens, limit_tokens, now)
+
+    def admit(self, track: Track, tokens: int, local_tokens: int, promised: int) -> None:
+        """The engine admitted the request: counts it, once."""
+        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.verdict)
+
+    def answer(self, track: Track, first_absent: int) -> None:
+        """A probe of this request ended: from chunk ``first_absent`` on nothing was found."""
+        if track.absent_from is None or first_absent < track.absent_from:
+            track.absent_from = first_absent
+            track.absent_reason = "never_stored"
+
+    def learn(self, tier: int, addresses: Iterable[bytes]) -> None:
+        """A listing or a probe found these in a persistent tier."""
+        for address in addresses:
+            if not self.catalog.add_hint(address, tier):
+                break
+
+    # -- load -------------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, track: Track, addresses: Sequence[bytes], local_tokens: int, tokens: int, block_ids: Sequence[int]
+    ) -> None:
+        """Orders the load of ``tokens`` tokens after ``local_tokens`` into the blocks of the request.
+
+        What can not be had any more is reported invalid from its first block on; nothing is raised.
+
+        Args:
+            block_ids: the request's block table from block 0.
+        """
+        chunk, block = self.spec.chunk_tokens, self.spec.block_tokens
+        first, at, end = local_tokens // chunk, local_tokens, local_tokens + tokens
+        parts: list[Part] = []
+        tiers: list[int] = []
+        part_tokens: list[int] = []
+        while at < end:
+            index = at // chunk
+            found = self._obtain(track, addresses[index], index) if index < len(addresses) else None
+            if found is None:
+                break
+            slot, ticket, tier = found
+            stop = min((index + 1) * chunk, end)
+            blocks = tuple(block_ids[at // block : stop // block])
+            parts.append((slot, addresses[index], ticket, (at - index * chunk) // block, blocks))
+            tiers.append(tier)
+            part_tokens.append(stop - at)
+            at = stop
+        lost = tuple(block_ids[at // block : end // block])
+        self.orders.load(track, first, parts, part_tokens, tiers, lost, end - at)
+        if lost:
+            self._refuse(track, at // chunk)
+        self.state.touch_chain(track, addresses, first + len(parts))
+        self.lookup.end_lease(track)
+        track.verdict = None
+
+    def _obtain(self, track: Track, address: bytes, index: int) -> tuple[int, int, int] | None:
+        """(pinned slot, fetch ticket or 0, tier) of an address, ordering a read where needed."""
+        state = self.state
+        running = state.fetching.get(address)
+        if running is not None:
+            ticket = self.orders.ticket(running)
+            if not isinstance(ticket, FetchTicket):
+                raise ContractError("a fetch has a ticket of another kind")
+            state.slots.pin(ticket.slot)
+            return ticket.slot, running, ticket.tier
+        slot, mask = Catalog.split(state.catalog.code(address))
+        if slot >= 0 and state.slots.state[slot] == SlotState.READY and (state.slot_tier >= 0 or mask):
+            state.slots.pin(slot)
+            return slot, 0, state.slot_tier if state.slot_tier >= 0 else first_tier(mask)
+        mask &= state.readable
+        taken = state.take(steal=False) if mask and slot < 0 else None
+        if taken is None:
+            return None
+        tier = first_tier(mask)
+        state.slots.pin(taken)
+        return taken, self.orders.fetch(track, address, index, taken, tier), tier
+
+    @staticmethod
+    def _refuse(track: Track, index: int) -> None:
+        track.refused_from = index if track.refused_from is None else min(track.refused_from, index)
+        track.verdict = None
+
+    # -- save -------------------------------------------------------------------------------------------------------
+
+    def offer(self, track: Track, addresses: Sequence[bytes], tokens: int, block_ids: Sequence[int]) -> None:
+        """Orders saves of what is computed and stored nowhere, and lower writes of what a writable tier lacks.
+
+        Args:
+            addresses: of the full chunks of the request so far.
+            tokens: tokens whose KV will be in the blocks when the plan is executed.
+            block_ids: the request's block table; an id < 0 or a missing one ends the offer.
+
+        Cost: amortised O(1) a chunk over the request's life; O(1) when nothing is new or nothing has room.
+        """
+        chunk, per_chunk = self.spec.chunk_tokens, self.spec.chunk_tokens // self.spec.block_tokens
+        full = min(tokens // chunk, len(addresses), len(block_ids) // per_chunk)
+        if track.barred or (full <= track.save_cursor and track.write_cursor == track.save_cursor):
+            return
+        wanted = self.state.writable
+        while track.save_cursor < full:
+            index = track.save_cursor
+            blocks = tuple(block_ids[index * per_chunk : (index + 1) * per_chunk])
+            if min(blocks) < 0 or not self._save(track, addresses[index], index, blocks, wanted):
+                break
+            track.save_cursor += 1
+        while track.write_cursor < track.save_cursor:
+            if not self._write_lower(addresses[track.write_cursor], wanted):
+                break
+            track.write_cursor += 1
+
+    def _save(self, track: Track, address: bytes, index: int, blocks: tuple[int, ...], wanted: int) -> bool:
+        """Whether the chunk is in a slot, on its way into one, or needs none."""
+        state = self.state
+        slot, mask = Catalog.split(state.catalog.code(address))
+        if slot >= 0:
+            state.slots.touch(slot, track.turn, index)
+            return True
+        if (mask and not wanted & ~mask) or not (wanted or state.slot_tier >= 0):
+            return True
+        taken = state.take(steal=True)
+        if taken is None:
+            if track.no_slot_at != index:
+                track.no_slot_at = index
+                state.accounts.no_slot()
+            return False
+        self.orders.save(track, address, index, taken, blocks)
+        return True
+
+    def _write_lower(self, address: bytes, wanted: int) -> bool:
+        """False if a writable tier lacks the address and its write finds no room now."""
+        state = self.state
+        slot, mask = Catalog.split(state.catalog.code(address))
+        missing = wanted & ~mask
+        if slot < 0 or not missing or address in state.fetching:
+            return True
+        for tier in state.persistent:
+            if not missing >> tier & 1 or (address, tier) in state.writing:
+                continue
+            if len(state.writing) >= self._write_limit:
+                return False
+            self.orders.write(address, slot, tier)
+        return True
+
+    # -- plan and report --------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Plan:
+        """This step's orders. Ends leases whose time has come."""
+        self.lookup.expire(self._tracks.values(), now)
+        return self.orders.plan()
+
+    def fallback_plan(self) -> Plan:
+        """A plan for when making one failed: nothing but the failure of every load that was not sent yet."""
+        self.orders.abandon()
+        return self.orders.plan()
+
+    def absorb(self, report: Report) -> None:
+        """Takes what a rank reports; what was taken before is ignored."""
+        self.orders.absorb(report)
+        failed, self.orders.failed = self.orders.failed, []
+        for request_id, index in failed:
+            track = self._tracks.get(request_id)
+            if track is not None:
+                self._refuse(track, index)
+
+    # -- tiers and reset --------------------------------------------------------------------------------------------
+
+    def set_epoch(self, tier: int, epoch: str) -> None:
+        """The epoch of a persistent tier; another one than before forgets everything stored."""
+        if self.state.epochs[tier] == epoch:
+            return
+        if self.state.epochs[tier]:
+            self.reset()
+        self.state.epochs[tier] = epoch
+        self.state.refresh()
+
+    def reset(self) -> None:
+        """Forgets everything stored; what is on its way ends without effect, live requests save nothing more.
+
+        No I/O. The caller gives the persistent tiers new epochs.
+        """
+        state = self.state
+        state.generation += 1
+        self.orders.abandon()
+        for slot in range(state.slots.count):
+            if state.slots.state[slot] == SlotState.READY:
+                state.slots.discard(slot)
+        state.catalog.clear()
+        state.fetching.clear()
+        state.writing.clear()
+        for track in self._tracks.values():
+            self.lookup.end_lease(track)
+            track.barred, track.verdict = True, None
+
+    def check(self) -> None:
+        """Raises ContractError if slots, catalog and tickets disagree. O(everything); for tests and idle moments."""
+        state = self.state
+        state.slots.check()
+        for slot in range(state.slots.count):
+            address = state.slots.address[slot]
+            if address is not None and state.catalog.slot(address) != slot:
+                raise ContractError(f"slot {slot} holds an address that the catalog has elsewhere")
+        if not self.orders.open and self.lookup.leased_slots != sum(state.slots.pins):
+            raise ContractError(f"{sum(state.slots.pins)} pins but {self.lookup.leased_slots} leases and no ticket")

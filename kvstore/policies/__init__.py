@@ -1,0 +1,1 @@
+"""Which chunk leaves a full tier of slots."""
