@@ -95,16 +95,22 @@ def format_bytes(count: float) -> str:
     """``count`` bytes for people: binary units, three significant digits (``1.50 GiB``)."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{_digits(count)} {unit}"
         count /= 1024
-    return f"{count:.4g} TiB"
+    return f"{_digits(count)} TiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` for people (``250 ms``, ``2.00 s``)."""
+    """``seconds`` for people (``250 ms``, ``20.0 ms``, ``2.00 s``)."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_digits(seconds * 1e6)} us"
+
+
+def _digits(number: float) -> str:
+    """Three significant digits, never an exponent (``%.3g`` writes 1020 as ``1.02e+03``)."""
+    size = abs(number)
+    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
 
 
 def align_up(count: int, step: int = PAGE) -> int:
