@@ -1,0 +1,1 @@
+"""Engines and APIs on top of the store."""

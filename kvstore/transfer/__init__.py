@@ -1,0 +1,1 @@
+"""Moves bytes: lanes (threads), copies, the executor, the prober."""

@@ -1,0 +1,272 @@
+"""The prober: finds out what persistent tiers have, off the scheduler's thread.
+
+One thread with read-only clients (one a shard). It works out the namespace, opens the tiers, lists them piece by piece
+between questions, answers "is it there" by a deadline, and marks records as used. Everything that it learns is an
+event that the scheduler's thread takes with `drain`; nothing else is shared. An event carries the generation in which
+it was learnt: the taker ignores those of an older one.
+
+A record counts as there when every shard has its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.messages import Outcome
+from kvstore.planner.planner import Planner
+from kvstore.tiers.base import Scope, Tier
+from kvstore.transfer.lanes import contain
+
+log = logging.getLogger(__name__)
+
+_ASK_BATCH = 64
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tier is open on the prober's side, in the epoch that is published there."""
+
+    generation: int
+    tier: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A piece of a tier's listing."""
+
+    generation: int
+    tier: int
+    addresses: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question's end: what was found where, and how many of the asked addresses from the first on."""
+
+    generation: int
+    request_id: str
+    first_chunk: int
+    found: Mapping[int, tuple[bytes, ...]]
+    present: int
+    asked: int
+
+
+Event = Opened | Listed | Answer
+
+
+def take_events(events: Sequence[Event], planner: Planner) -> list[Opened]:
+    """Tells the planner what was learnt; the tiers that opened, whose epochs the caller decides about."""
+    opened = []
+    for event in events:
+        if event.generation != planner.state.generation:
+            continue
+        if isinstance(event, Opened):
+            opened.append(event)
+        elif isinstance(event, Listed):
+            planner.learn(event.tier, event.addresses)
+        else:
+            for tier, addresses in event.found.items():
+                planner.learn(tier, addresses)
+            track = planner.find(event.request_id)
+            if track is not None and event.present < event.asked:
+                planner.answer(track, event.first_chunk + event.present)
+    return opened
+
+
+class Prober:
+    """See the module.
+
+    Args:
+        clients: for each persistent tier, by index, one read-only client a shard.
+        scopes: makes the scope of each shard; called on the prober's thread and may take long (weights digest).
+            Raises `TierUnavailable` where the namespace can not be known; then the tiers stay closed.
+        tick: called about every ``every`` seconds on the prober's thread (for the snapshot file).
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[int, Sequence[Tier]],
+        scopes: Callable[[], Sequence[Scope]],
+        tick: Callable[[], None] = lambda: None,
+        every: float = 1.0,
+    ) -> None:
+        self._clients = dict(clients)
+        self._scopes = scopes
+        self._tick = tick
+        self._every = every
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._listings: deque[tuple[int, Iterator[list[bytes]]]] = deque()
+        self._open: set[int] = set()
+        self._resolved: Sequence[Scope] | None = None
+        self._next_try = 0.0
+        self._generation = 0
+        self.is_listing_done = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kvstore-prober", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def ask(self, request_id: str, first_chunk: int, addresses: Sequence[bytes], deadline: float) -> None:
+        """Asks for a chain of addresses, from its first on until one is nowhere. Never blocks."""
+        asked = tuple(addresses)
+        self._tasks.put(lambda: self._answer(request_id, first_chunk, asked, deadline))
+
+    def touch(self, addresses: Sequence[bytes]) -> None:
+        """Marks records as used, head first. Never blocks."""
+        used = tuple(addresses)
+        self._tasks.put(lambda: self._touch(used))
+
+    def use_epochs(self, epochs: Mapping[int, str], generation: int) -> None:
+        """Works in these epochs from now on, and learns for this generation (after a reset). Never blocks."""
+        named = dict(epochs)
+        self._tasks.put(lambda: self._use(named, generation))
+
+    def drain(self, most: int = 8) -> list[Event]:
+        """At most ``most`` events, oldest first. Never blocks."""
+        events = self._events
+        return [events.popleft() for _ in range(min(most, len(events)))]
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `drain` would return something."""
+        return bool(self._events)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Stops the thread; waits for it at most ``timeout`` seconds."""
+        self._tasks.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        next_tick = 0.0
+        while True:
+            now = monotonic()
+            if now >= next_tick:
+                next_tick = now + self._every
+                contain("prober.tick", self._tick)
+            if now >= self._next_try and len(self._open) < len(self._clients):
+                self._next_try = now + _RETRY_SECONDS
+                contain("prober.open", self._open_tiers)
+                continue
+            try:
+                if self._listings:
+                    task = self._tasks.get_nowait()
+                else:
+                    wake = min(next_tick, self._next_try if len(self._open) < len(self._clients) else next_tick)
+                    task = self._tasks.get(timeout=max(0.0, wake - now))
+            except queue.Empty:
+                if self._listings:
+                    contain("prober.list", self._list_some)
+                continue
+            if task is None:
+                break
+            contain("prober.task", task)
+        for clients in self._clients.values():
+            for client in clients:
+                client.close()
+
+    def _open_tiers(self) -> None:
+        try:
+            if self._resolved is None:
+                self._resolved = self._scopes()
+        except TierUnavailable as error:
+            log.warning("prober.no_namespace reason=%s", error)
+            self._next_try = float("inf")
+            return
+        for tier, clients in self._clients.items():
+            if tier in self._open:
+                continue
+            try:
+                for client, scope in zip(clients, self._resolved, strict=True):
+                    client.attach(scope)
+                epoch = clients[0].published_epoch()
+            except (TierUnavailable, ConfigError) as error:
+                log.warning("tier.closed tier=%s reason=%s", clients[0].name, error)
+                continue
+            self._open.add(tier)
+            self._events.append(Opened(self._generation, tier, epoch))
+            self._use({tier: epoch}, self._generation)
+            self._listings.append((tier, self._scan(clients)))
+        if len(self._open) == len(self._clients):
+            self._next_try = float("inf")
+
+    @staticmethod
+    def _scan(clients: Sequence[Tier]) -> Iterator[list[bytes]]:
+        if len(clients) == 1:
+            yield from clients[0].scan()
+            return
+        seen: dict[bytes, int] = {}
+        for client in clients:
+            for batch in client.scan():
+                whole = []
+                for address in batch:
+                    seen[address] = seen.get(address, 0) + 1
+                    if seen[address] == len(clients):
+                        whole.append(address)
+                        del seen[address]
+                if whole:
+                    yield whole
+
+    def _list_some(self) -> None:
+        tier, listing = self._listings[0]
+        self._listings.popleft()
+        batch = next(listing, None)
+        # Put back only after a piece that came: a listing that failed is not tried for ever.
+        if batch is not None:
+            self._listings.appendleft((tier, listing))
+        if batch is None:
+            if not self._listings:
+                self.is_listing_done.set()
+        elif batch:
+            self._events.append(Listed(self._generation, tier, tuple(batch)))
+
+    def _use(self, epochs: Mapping[int, str], generation: int) -> None:
+        self._generation = generation
+        for tier, epoch in epochs.items():
+            for client in self._clients.get(tier, ()):
+                client.use_epoch(epoch)
+        # A listing that was begun belongs to the epoch before.
+        self._listings = deque(item for item in self._listings if item[0] not in epochs)
+
+    def _answer(self, request_id: str, first_chunk: int, addresses: tuple[bytes, ...], deadline: float) -> None:
+        found: dict[int, list[bytes]] = {tier: [] for tier in self._open}
+        present = 0
+        for start in range(0, len(addresses), _ASK_BATCH):
+            batch = addresses[start : start + _ASK_BATCH]
+            has = {tier: self._contains(tier, batch, deadline) for tier in sorted(self._open)}
+            for index, address in enumerate(batch):
+                tiers = [tier for tier, hits in has.items() if hits[index]]
+                if not tiers:
+                    break
+                for tier in tiers:
+                    found[tier].append(address)
+                present += 1
+            if present < start + len(batch):
+                break
+        places = {tier: tuple(hits) for tier, hits in found.items()}
+        self._events.append(Answer(self._generation, request_id, first_chunk, places, present, len(addresses)))
+
+    def _contains(self, tier: int, addresses: Sequence[bytes], deadline: float) -> list[bool]:
+        hits = [True] * len(addresses)
+        for client in self._clients[tier]:
+            outcomes = client.contains(addresses, deadline)
+            hits = [hit and outcome == Outcome.HIT for hit, outcome in zip(hits, outcomes, strict=True)]
+        return hits
+
+    def _touch(self, addresses: tuple[bytes, ...]) -> None:
+        for tier in self._open:
+            for client in self._clients[tier]:
+                client.touch(addresses)
