@@ -1,0 +1,51 @@
+"""Addresses of live requests, kept in step with the engine's block hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.keys import Addresser
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class LiveRequest:
+    """One request that the engine has.
+
+    Attributes:
+        request: the engine's live object.
+        barred: why it is neither saved nor loaded, "" for no reason.
+        local_tokens: what the engine had at the last lookup.
+        has_asked: whether the prober was asked for it.
+        has_committed: whether its last allocation ordered a load.
+    """
+
+    __slots__ = ("_addresses", "_hashes", "barred", "has_asked", "has_committed", "local_tokens", "request")
+
+    def __init__(self, request: Request, barred: str) -> None:
+        self.request = request
+        self.barred = barred
+        self.local_tokens = 0
+        self.has_asked = False
+        self.has_committed = False
+        self._hashes: list[bytes] = []
+        self._addresses: list[bytes] = []
+
+    def addresses(self, addresser: Addresser, hashes_per_chunk: int) -> Sequence[bytes]:
+        """Addresses of the full chunks so far. Cost: one BLAKE3 a new chunk.
+
+        The engine's hashes are chained, so an unchanged last one means that nothing before it changed; they may
+        shrink or change (streaming sessions), and then all are made anew.
+        """
+        block_hashes = self.request.block_hashes
+        count = len(block_hashes) // hashes_per_chunk
+        known = len(self._hashes)
+        if known and (known > count or block_hashes[known * hashes_per_chunk - 1] != self._hashes[-1]):
+            self._hashes, self._addresses, known = [], [], 0
+        if known < count:
+            new = [bytes(block_hashes[(index + 1) * hashes_per_chunk - 1]) for index in range(known, count)]
+            self._hashes += new
+            self._addresses += addresser.addresses(new)
+        return self._addresses

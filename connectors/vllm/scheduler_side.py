@@ -1,0 +1,234 @@
+"""The scheduler's half: feeds the planner, asks the prober, sends plans, takes reports.
+
+Runs on the engine's scheduler thread and never blocks on it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from connectors.vllm import adapt
+from connectors.vllm.requests import LiveRequest
+from connectors.vllm.settings import Settings, digest_cache, log, log_start
+from connectors.vllm.wire import HandshakeMetadata, PlanMetadata, ReportMetadata
+from kvstore.errors import ConfigError
+from kvstore.keys import Addresser, Namespace
+from kvstore.metrics import Counters
+from kvstore.transfer.prober import take_events
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+
+class SchedulerSide:
+    """See the module."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, hash_tokens: int) -> None:
+        self.settings = settings
+        self.counters = Counters()
+        self.kv_cache_manager: Any = None
+        self._vllm_config = vllm_config
+        self._blueprint = settings.blueprint
+        self._chunk = settings.config.chunk_tokens
+        self._hashes_per_chunk = self._chunk // hash_tokens
+        self.planner = self._blueprint.planner(self.counters)
+        self._live: dict[str, LiveRequest] = {}
+        self._namespace: Namespace | None = None
+        self._addresser: Addresser | None = None
+        self._detached: dict[int, str] = {}
+        self._is_detached = False
+        if not settings.has_persistent:
+            # Slots die with this process, so any weights identity of its own will do.
+            self._namespace = settings.namespace(f"private:{secrets.token_hex(16)}")
+        self._snapshot = settings.snapshot_writer("scheduler")
+        self._prober = self._blueprint.prober(Counters(), self._resolve, self._publish)
+        log_start(settings)
+        self._prober.start()
+
+    def _resolve(self) -> Namespace:
+        """On the prober's thread."""
+        if self._namespace is None:
+            self._namespace = self.settings.namespace(adapt.digest_of_weights(self._vllm_config, digest_cache()))
+            log.info("kvstore.namespace digest=%s", self._namespace.ns16)
+        return self._namespace
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def handshake(self, metadata: Mapping[Any, Any]) -> None:
+        """Checks that every rank has the same store as this side.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        workers = [m for m in metadata.values() if isinstance(m, HandshakeMetadata)]
+        if not workers:
+            return
+        if any(worker.identity != self.settings.identity for worker in workers):
+            raise ConfigError("KVStoreConnector: the ranks have different models, settings or layouts")
+        slots = {worker.slots for worker in workers}
+        if slots != {self._blueprint.slots}:
+            raise ConfigError(
+                f"KVStoreConnector: the ranks have {sorted(slots)} slots and the scheduler expects "
+                f"{self._blueprint.slots}; set tiers.capacity explicitly, since its default depends on the machine"
+            )
+
+    # -- lookup -----------------------------------------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """A request arrived."""
+        self._live[request.request_id] = LiveRequest(request, adapt.bars_request(self._vllm_config, request))
+
+    def _of(self, request: Request) -> LiveRequest:
+        live = self._live.get(request.request_id)
+        if live is None or live.request is not request:
+            self.new_request(request)
+            live = self._live[request.request_id]
+        return live
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's ``get_num_new_matched_tokens``: asked again every step while the request can not be placed."""
+        live = self._of(request)
+        live.local_tokens = local_tokens
+        if request.skip_reading_prefix_cache or live.barred or not self.settings.loads:
+            return 0, False
+        self._learn()
+        if self._addresser is None:
+            return 0, False
+        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        track = self.planner.track(request.request_id)
+        match = self.planner.match(track, addresses, local_tokens, request.num_tokens - 1, monotonic())
+        if match.tokens is None:
+            if match.probe and not live.has_asked and track.wait_until is not None:
+                live.has_asked = True
+                first = addresses.index(match.probe[0])
+                self._prober.ask(request.request_id, first, match.probe, track.wait_until)
+            return None, False
+        return match.tokens, match.tokens > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """vLLM's ``update_state_after_alloc``: a positive count commits, and is the one that counts."""
+        live = self._of(request)
+        live.has_committed = False
+        track = self.planner.track(request.request_id)
+        self.planner.admit(track, request.num_tokens, live.local_tokens, tokens)
+        if tokens <= 0 or self._addresser is None:
+            return
+        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        self.planner.commit(track, addresses, live.local_tokens, tokens, blocks.get_block_ids()[0])
+        live.has_committed = True
+        self._prober.touch(addresses[: -(-(live.local_tokens + tokens) // self._chunk)])
+
+    # -- step -------------------------------------------------------------------------------------------------------
+
+    def build_plan(self, scheduler_output: Any) -> PlanMetadata:
+        """Offers what this step will have computed, and sends the step's orders."""
+        self._learn()
+        if self.settings.saves and self._addresser is not None and not adapt.has_foreign_sync_loads(scheduler_output):
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+                self._offer(scheduler_output, request_id, scheduled)
+        return PlanMetadata(self.planner.plan(monotonic()))
+
+    def _offer(self, scheduler_output: Any, request_id: str, scheduled: int) -> None:
+        live = self._live.get(request_id)
+        if live is None or live.barred or self._addresser is None:
+            return
+        request = live.request
+        tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if not self.settings.config.save.decode:
+            tokens = min(tokens, request.num_prompt_tokens)
+        track = self.planner.track(request_id)
+        full = tokens // self._chunk
+        if full <= track.save_cursor and track.write_cursor == track.save_cursor:
+            return
+        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        self.planner.offer(
+            track, addresses, tokens, adapt.block_table(scheduler_output, self.kv_cache_manager, request_id)
+        )
+
+    def fallback_plan(self) -> PlanMetadata:
+        """After an exception: no orders, but every load that was promised and not sent is failed."""
+        return PlanMetadata(self.planner.fallback_plan())
+
+    def fail_load(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """After an exception in `allocated`: the promise is kept as a failed load."""
+        live = self._of(request)
+        if live.has_committed:
+            return
+        track = self.planner.track(request.request_id)
+        self.planner.commit(track, (), live.local_tokens, tokens, blocks.get_block_ids()[0])
+
+    def output(self, connector_output: Any) -> None:
+        """Takes the workers' reports."""
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, ReportMetadata):
+            for report in metadata.reports:
+                self.planner.absorb(report)
+
+    def finished(self, request: Request) -> None:
+        """A request ended, in whatever state."""
+        self._live.pop(request.request_id, None)
+        self.planner.close(request.request_id)
+
+    def reset(self) -> None:
+        """Forgets everything and works in private epochs from now on. No I/O."""
+        self._is_detached = True
+        self.planner.reset()
+        self._detached = {tier: secrets.token_hex(8) for tier, epoch in enumerate(self.planner.state.epochs) if epoch}
+        for tier, epoch in self._detached.items():
+            self.planner.state.epochs[tier] = epoch
+        self.planner.state.refresh()
+        self._prober.use_epochs(self._detached, self.planner.state.generation)
+
+    def _learn(self) -> None:
+        if self._addresser is None and self._namespace is not None:
+            self._addresser = Addresser(self._namespace.digest)
+            self.planner.set_namespace(self._namespace.digest)
+        if not self._prober.has_events:
+            return
+        for opened in take_events(self._prober.drain(), self.planner):
+            self.planner.set_epoch(opened.tier, opened.epoch)
+            if self._is_detached:
+                # The engine's KV predates a reset that came before this tier opened.
+                self.reset()
+
+    # -- for people -------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """On the prober's thread; reads numbers only."""
+        if self._snapshot is None:
+            return
+        plan, record = self._blueprint, self._blueprint.geometry.slot_bytes
+        ranks = len(plan.topology.shards)
+        tiers = []
+        for index, kind in enumerate(plan.types):
+            row: dict[str, Any] = {"name": kind.name, "notes": []}
+            if kind.volatile:
+                ready = self.planner.state.slots.ready
+                row |= {"capacity_bytes": plan.slots * record * ranks, "used_bytes": ready * record * ranks}
+                row |= {"chunks": ready, "state": "open"}
+            elif self.planner.state.readable >> index & 1:
+                row["state"] = "open"
+            else:
+                row["state"] = "closed"
+            tiers.append(row)
+        self._snapshot.publish({"engine": self._engine(), "tiers": tiers, "counters": self.counters.snapshot()})
+
+    def _engine(self) -> dict[str, Any]:
+        geometry = self._blueprint.geometry
+        return {
+            "model": self.settings.model,
+            "namespace": self._namespace.ns16 if self._namespace is not None else None,
+            "chunk_tokens": geometry.chunk_tokens,
+            "block_tokens": geometry.group.block_tokens,
+            "ranks": len(self._blueprint.topology.shards),
+        }
+
+    def close(self) -> None:
+        """Stops the prober and publishes a last time."""
+        self._prober.close()
+        self._publish()
