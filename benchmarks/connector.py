@@ -1,0 +1,150 @@
+"""The connector's figures: planner work, and time to first token of hits on a real vLLM on the CPU.
+
+``python -m benchmarks.connector [--json]``. Takes about two minutes: two engines start one after the other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import harness, planner_rows
+from benchmarks.harness import Row
+from demo.child import EngineProcess
+from demo.counts import delivered_after, grown, wait_for_records
+from demo.prompts import make_prompts
+from demo.scenario import BLOCK_TOKENS, CHUNKS, PROMPT_TOKENS, Store, engine_arguments, engine_environment
+from kvstore.testing.models import make_model
+
+ROUNDS = 9
+READ_THREADS = 2
+_GRACE_SECONDS = 0.010
+_COPY_FACTOR = 1.25
+
+_DISK_ONLY = """\
+chunk_tokens: {block}
+tiers:
+  - {{type: disk, path: "{disk}", capacity: 2GiB}}
+stats: {{snapshot_dir: "{stats}", every: 100ms}}
+"""
+
+
+def _alternate(
+    engine: EngineProcess, prompt: Sequence[int], store: Store, tier: str
+) -> tuple[list[float], list[float]]:
+    """TTFT of the engine's own hits and of ours, in turns: each of ours follows an emptied prefix cache."""
+    own, ours = [], []
+    engine.generate(prompt, 1)
+    for turn in range(-1, ROUNDS):
+        first = engine.generate(prompt, 1).ttft_s
+        before = delivered_after(store.stats, time.time())
+        engine.forget()
+        second = engine.generate(prompt, 1).ttft_s
+        delivered = grown(before, delivered_after(store.stats, time.time()))
+        if set(delivered) != {tier} or delivered[tier] < PROMPT_TOKENS - 2 * BLOCK_TOKENS:
+            raise RuntimeError(f"a hit was to come from {tier}, but {delivered} was delivered")
+        if turn >= 0:
+            own.append(first)
+            ours.append(second)
+    return own, ours
+
+
+def _copy_seconds(size: int) -> float:
+    """Median time of one plain one-thread copy of ``size`` bytes."""
+    import torch
+
+    torch.set_num_threads(1)
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    times = []
+    for _turn in range(ROUNDS + 2):
+        begun = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
+
+
+def _raw_read_seconds(files: Sequence[Path]) -> float:
+    """Median time of reading all ``files`` with O_DIRECT and as many threads as the tier uses."""
+
+    def read(mine: Sequence[Path]) -> None:
+        buffer = mmap.mmap(-1, max(path.stat().st_size for path in mine))
+        for path in mine:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(descriptor, [memoryview(buffer)[: os.fstat(descriptor).st_size]], 0)
+            finally:
+                os.close(descriptor)
+
+    times = []
+    for _turn in range(ROUNDS):
+        threads = [threading.Thread(target=read, args=(files[i::READ_THREADS],)) for i in range(READ_THREADS)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _hit_row(tier: str, own: Sequence[float], ours: Sequence[float], move: float, what: str) -> Row:
+    hit, engine_hit = statistics.median(ours), statistics.median(own)
+    allowed = engine_hit + _COPY_FACTOR * move + _GRACE_SECONDS
+    return Row(
+        f"hit TTFT from {tier}, {PROMPT_TOKENS} tokens (baseline: engine's own hit {engine_hit * 1e3:.1f} ms "
+        f"+ {_COPY_FACTOR} x {what} {move * 1e3:.1f} ms + {_GRACE_SECONDS * 1e3:.0f} ms)",
+        hit * 1e3,
+        "ms",
+        allowed * 1e3,
+        hit / allowed,
+        1.0,
+        hit <= allowed,
+    )
+
+
+def hit_rows() -> list[Row]:
+    """Two engines in turn: one with slots and disk, one with the disk alone."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
+        folder = Path(name)
+        from demo.scenario import DTYPE, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB
+
+        model = make_model(
+            folder / "model", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, vocab=VOCAB, seed=7,
+            dtype=DTYPE,
+        )  # fmt: skip
+        prompt = make_prompts(model, 1, PROMPT_TOKENS)[0]
+        for tier in ("cpu", "disk"):
+            store = Store.under(folder / tier)
+            if tier == "disk":
+                store.settings.write_text(_DISK_ONLY.format(block=BLOCK_TOKENS, disk=store.disk, stats=store.stats))
+            log = folder / f"engine-{tier}.log"
+            with EngineProcess(engine_arguments(model, store), engine_environment(os.environ), log) as engine:
+                engine.generate(prompt, 1)
+                if tier == "disk":
+                    engine.generate(prompt, 8)
+                wait_for_records(store.disk, CHUNKS)
+                own, ours = _alternate(engine, prompt, store, tier)
+            files = sorted(store.disk.rglob("*.safetensors"))
+            size = sum(path.stat().st_size for path in files)
+            if tier == "cpu":
+                rows.append(_hit_row(tier, own, ours, _copy_seconds(size), "plain copy"))
+            else:
+                rows.append(_hit_row(tier, own, ours, _raw_read_seconds(files), "raw O_DIRECT read"))
+    return rows
+
+
+def build_rows() -> list[Row]:
+    """All rows."""
+    return [*harness.run("planner", planner_rows.rows), *harness.run("hits on a real engine", hit_rows)]
+
+
+if __name__ == "__main__":
+    sys.exit(harness.main(build_rows))

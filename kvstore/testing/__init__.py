@@ -1,0 +1,1 @@
+"""Parts for tests and examples: model makers, conformance suites, fault layers."""

@@ -1,0 +1,350 @@
+"""The disk tier: one verified file a record, in directories that are the index.
+
+Invariant: a name leads to a whole record or to nothing; what a read delivers was compared with the header and the
+checksum of the address asked for; and the store never takes more than its capacity. A restart finds everything,
+since nothing but the directory says what is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import field
+from operator import attrgetter
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from kvstore.config import STRICT, Fraction, Size, StorePath, store_path
+from kvstore.errors import ConfigError, ContractError
+from kvstore.messages import Outcome
+from kvstore.metrics import Counters
+from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
+from kvstore.tiers.disk_draft import Directory
+from kvstore.tiers.disk_files import Files, Found, trouble
+from kvstore.tiers.disk_pause import WritePause
+from kvstore.tiers.disk_root import EPOCH_NAME, namespace_directory, open_namespace, open_root, publish_epoch
+from kvstore.tiers.disk_space import IN_FLIGHT, TOO_LARGE, Space, record_name
+from kvstore.tiers.disk_tree import Tree
+from kvstore.tiers.disk_writer import LATE, PRESENT, STORED, RecordWriter, touch
+from kvstore.tiers.os_calls import OsCalls
+from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
+from kvstore.units import GIB
+
+NAME = "disk"
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+_KEPT_KINDS = frozenset({"symlink", "not_a_file", "owner"})
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class DiskConfig:
+    """Settings of a disk tier.
+
+    Attributes:
+        path: root directory of the store, on a local file system; made if it is not there.
+        capacity: bytes that all records under the root may take.
+        min_free: fraction of the file system that stays free.
+        write: ``through``: every chunk is written as soon as it was saved.
+        sync: whether a record counts as stored only when it would survive a loss of power.
+        read_only: serves what is there, writes and removes nothing.
+        required: whether an unusable tier is an error at start.
+    """
+
+    path: StorePath = field(default_factory=lambda: store_path("~/.cache/kvstore"))
+    capacity: Annotated[Size, Field(gt=0)] = 20 * GIB
+    min_free: Fraction = 0.05
+    write: Literal["through"] = "through"
+    sync: bool = False
+    read_only: bool = False
+    required: bool = False
+
+
+class _Opened:
+    """What `attach` opened: replaced as a whole, never changed."""
+
+    __slots__ = ("directory", "format", "shard", "writer")
+
+    def __init__(self, directory: Directory, record_format: RecordFormat, shard: str, writer: RecordWriter) -> None:
+        self.directory = directory
+        self.format = record_format
+        self.shard = shard
+        self.writer = writer
+
+
+class DiskTier(Tier):
+    """Client of a disk store; see `Tier` for the verbs. Any thread; every verb blocks for its I/O.
+
+    Args:
+        config: the settings.
+        counters: where this client counts, with the tier's name as label.
+        writer: whether this client may write and remove records.
+        calls: the operating system.
+        clock: seconds, monotonic: what deadlines and retries are measured by.
+        now_ns: time of day in nanoseconds: what last uses are marked with.
+        new_epoch: makes a random epoch name.
+
+    Raises:
+        ConfigError: the root can not be used as it is set.
+    """
+
+    name = NAME
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        counters: Counters,
+        writer: bool,
+        calls: OsCalls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now_ns: Callable[[], int] = time.time_ns,
+        new_epoch: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        self._config = config
+        self._counters = counters
+        self._counting = threading.Lock()
+        self._is_writer = writer and not config.read_only
+        self._calls = calls or OsCalls()
+        self._clock = clock
+        self._now_ns = now_ns
+        self._new_epoch = new_epoch
+        self._files = Files(self._calls)
+        self._pause = WritePause(clock, str(config.path))
+        self._root: Directory | None = open_root(config.path, self._calls, self._files, config.read_only)
+        self._space = Space(self._calls, self._root, config.capacity, config.min_free, now_ns, self._evicted)
+        self._opened: _Opened | None = None
+        self._tree: Tree | None = None
+
+    def attach(self, scope: Scope) -> None:
+        """See `Tier.attach`. One KV cache group is served: an address does not say which group it is of."""
+        if len(scope.geometries) != 1:
+            raise ConfigError(f"tiers[disk]: serves one KV cache group, this model has {len(scope.geometries)}")
+        if self._root is None:
+            raise ContractError("attach after close")
+        geometry = scope.geometries[0]
+        directory = open_namespace(self._root, scope.namespace, self._calls, self._files, self._config.read_only)
+        namespace, shard = namespace_directory(scope.namespace), geometry.shard.name
+        writer = RecordWriter(self._calls, self._files, self._space, namespace, self._config.sync)
+        self._space.report_for(namespace, shard)
+        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry), shard, writer)
+
+    def published_epoch(self) -> str:
+        """See `Tier.published_epoch`.
+
+        Raises:
+            TierUnavailable: an operating system error, or none yet on a read-only client.
+        """
+        return publish_epoch(
+            self._attached().directory, self._calls, self._files, self._config.read_only, self._new_epoch
+        )
+
+    def use_epoch(self, epoch: str) -> None:
+        """See `Tier.use_epoch`. No I/O: directories are made by the first write."""
+        if EPOCH_NAME.fullmatch(epoch) is None:
+            raise ContractError(f"{epoch!r} is not the name of an epoch")
+        opened = self._attached()
+        self._tree = Tree(self._calls, opened.directory, epoch, opened.shard, self._config.sync)
+
+    def contains(self, addresses: Sequence[bytes], deadline: float) -> list[Outcome]:
+        """See `Tier.contains`. One ``stat`` an address (2 us)."""
+        tree, opened = self._tree, self._opened
+        self._count("probes", len(addresses))
+        if tree is None or opened is None:
+            return [Outcome.UNAVAILABLE] * len(addresses)
+        return [self._look(tree, opened.format.slot_bytes, address, deadline) for address in addresses]
+
+    def _look(self, tree: Tree, size: int, address: bytes, deadline: float) -> Outcome:
+        if self._clock() >= deadline:
+            return Outcome.TIMEOUT
+        fan, name = record_name(address)
+        try:
+            directory = tree.directory(fan, make=False)
+            status = None if directory is None else self._calls.stat(name, directory.fd)
+        except FileNotFoundError:
+            return Outcome.MISS
+        except OSError as error:
+            return self._failed(error)
+        is_whole = status is not None and not trouble(status) and status.st_size == size
+        return Outcome.HIT if is_whole else Outcome.MISS
+
+    def read(self, addresses: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        """See `Tier.read`. The deadline is looked at every 8 MiB."""
+        tree, opened = self._tree, self._opened
+        if tree is None or opened is None:
+            return [Outcome.UNAVAILABLE] * len(addresses)
+        started = self._clock()
+        outcomes = [
+            self._read_one(tree, opened.format, address, buffer, deadline)
+            for address, buffer in zip(addresses, buffers, strict=True)
+        ]
+        hits = outcomes.count(Outcome.HIT)
+        self._count("read_records", hits)
+        self._count("read_bytes", hits * opened.format.slot_bytes)
+        self._count("read_seconds", self._clock() - started)
+        return outcomes
+
+    def _read_one(
+        self, tree: Tree, record: RecordFormat, address: bytes, buffer: memoryview, deadline: float
+    ) -> Outcome:
+        if len(buffer) != record.slot_bytes:
+            raise ContractError(f"a buffer of {len(buffer)} bytes for records of {record.slot_bytes}")
+        fan, name = record_name(address)
+        try:
+            directory = tree.directory(fan, make=False)
+            if self._clock() >= deadline:
+                found = Found("late")
+            elif directory is None:
+                found = Found("absent")
+            else:
+                found = self._files.load(directory, name, buffer, lambda: self._clock() >= deadline)
+            kind = found.kind or record.fault(address, buffer)
+            if not kind:
+                return Outcome.HIT
+            self._count("missed_records", reason=kind)
+            if kind == "late":
+                return Outcome.TIMEOUT
+            if kind == "absent" or kind in FOREIGN_KINDS:
+                return Outcome.MISS
+            status = found.status
+            if self._is_writer and directory is not None and status is not None and kind not in _KEPT_KINDS:
+                self._space.freed(*self._files.drop(directory, name, status))
+        except OSError as error:
+            self._count("missed_records", reason=_reason(error))
+            return self._failed(error)
+        return Outcome.DAMAGED
+
+    def write(self, addresses: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        """See `Tier.write`. SKIPPED while writing is stopped after an error; one attempt every 10 s."""
+        tree, opened = self._tree, self._opened
+        if tree is None or opened is None or not self._is_writer:
+            return [Outcome.UNAVAILABLE] * len(addresses)
+        started = self._clock()
+        outcomes = []
+        for address, buffer in zip(addresses, buffers, strict=True):
+            if not opened.format.is_sealed_for(address, buffer):
+                raise ContractError(f"the buffer is not sealed for {address.hex()}")
+            outcomes.append(self._write_one(opened.writer, tree, address, buffer, deadline))
+        self._count("write_seconds", self._clock() - started)
+        return outcomes
+
+    def _write_one(
+        self, writer: RecordWriter, tree: Tree, address: bytes, buffer: memoryview, deadline: float
+    ) -> Outcome:
+        if self._clock() >= deadline:
+            return Outcome.TIMEOUT
+        if not self._pause.allows():
+            return Outcome.SKIPPED
+        try:
+            result = writer.store(tree, address, buffer, lambda: self._clock() >= deadline)
+        except OSError as error:
+            self._pause.stop(_reason(error))
+            return self._failed(error)
+        if result in (STORED, PRESENT):
+            self._pause.resume()
+            self._count("written_bytes", len(buffer) if result == STORED else 0)
+            return Outcome.STORED
+        if result == LATE:
+            return Outcome.TIMEOUT
+        if result == IN_FLIGHT:
+            return Outcome.SKIPPED
+        self._count("tier_errors", reason=result)
+        if result != TOO_LARGE:
+            # Looking for room means scanning the store: not again for every record of a burst.
+            self._pause.stop(result)
+        return Outcome.FULL
+
+    def delete(self, addresses: Sequence[bytes]) -> list[Outcome]:
+        """See `Tier.delete`."""
+        tree = self._tree
+        if tree is None or not self._is_writer:
+            return [Outcome.UNAVAILABLE] * len(addresses)
+        return [self._delete_one(tree, address) for address in addresses]
+
+    def _delete_one(self, tree: Tree, address: bytes) -> Outcome:
+        fan, name = record_name(address)
+        try:
+            directory = tree.directory(fan, make=False)
+            if directory is None:
+                return Outcome.MISS
+            status = self._calls.stat(name, directory.fd)
+            self._calls.unlink(name, directory.fd)
+        except FileNotFoundError:
+            return Outcome.MISS
+        except OSError as error:
+            return self._failed(error)
+        self._space.freed(status.st_blocks * 512)
+        return Outcome.HIT
+
+    def scan(self) -> Iterator[list[bytes]]:
+        """See `Tier.scan`. A batch a directory; 3 us a record with a warm cache.
+
+        Raises:
+            OSError: a directory could not be listed.
+        """
+        tree = self._tree
+        if tree is not None:
+            yield from tree.scan()
+
+    def touch(self, addresses: Sequence[bytes]) -> None:
+        """See `Tier.touch`. Each record's time is set at most once in 10 minutes; a failure is counted, no more."""
+        tree = self._tree
+        if tree is None or not self._is_writer:
+            return
+        touch(self._calls, tree, addresses, self._now_ns(), self._failed)
+
+    def take_evicted(self) -> list[tuple[str, tuple[bytes, ...]]]:
+        """See `Tier.take_evicted`."""
+        return self._space.take_evicted()
+
+    def status(self) -> TierStatus:
+        """See `Tier.status`. What is used is known once this client has written."""
+        notes = [] if self._files.is_direct else ["buffered"]
+        if not self._files.is_unnamed:
+            notes.append("named temporary files")
+        if self._config.read_only:
+            notes.append("read-only")
+        if self._pause.reason:
+            notes.append(f"not writing: {self._pause.reason}")
+        return TierStatus(self._config.capacity, self._space.used_bytes, self._space.records, tuple(notes))
+
+    def close(self) -> None:
+        """See `Tier.close`. A verb that still runs keeps what it uses until it ends."""
+        self._tree = self._opened = self._root = None
+        self._space.close()
+
+    def _evicted(self, records: int) -> None:
+        self._count("evicted_chunks", records)
+
+    def _attached(self) -> _Opened:
+        if self._opened is None:
+            raise ContractError("the tier is not attached")
+        return self._opened
+
+    def _failed(self, error: OSError) -> Outcome:
+        self._count("tier_errors", reason=_reason(error))
+        return Outcome.FULL if error.errno in _FULL_ERRORS else Outcome.UNAVAILABLE
+
+    def _count(self, name: str, amount: float = 1, reason: str = "") -> None:
+        if amount:
+            with self._counting:
+                self._counters.add(f"{name}_total", amount, tier=NAME, reason=reason)
+
+
+def _reason(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, "OSError")
+
+
+TIER = TierType(
+    name=NAME,
+    config=DiskConfig,
+    order=20,
+    is_default=True,
+    volatile=False,
+    capacity_bytes=attrgetter("capacity"),
+    make=DiskTier,
+    threads=4,  # verified reads of 1 MiB records: 1.7 GB/s, with 2 threads 1.4 (2 cores)
+)
+"""The disk tier for the registry."""

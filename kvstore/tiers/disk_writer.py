@@ -1,0 +1,128 @@
+"""Publishing one record, and marking records as used.
+
+Invariant: room is claimed before the first byte and given back unless the name is linked; whatever ends a write early
+(an error, the deadline, an exception from anywhere) leaves no name, no file and no claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstore.errors import ContractError
+from kvstore.layout import HEADER_BYTES
+from kvstore.tiers.disk_draft import Directory, Draft, Expired
+from kvstore.tiers.disk_files import Files
+from kvstore.tiers.disk_space import Space, record_name
+from kvstore.tiers.disk_tree import Tree
+from kvstore.tiers.os_calls import OsCalls
+
+TOUCH_INTERVAL_NS = 600 * 10**9
+"""A record's time of last use is written at most this often."""
+
+STORED = "stored"
+PRESENT = "present"
+LATE = "late"
+
+
+class RecordWriter:
+    """Writes into one namespace. Thread-safe; blocks for its I/O."""
+
+    __slots__ = ("_calls", "_files", "_namespace", "_space", "_sync")
+
+    def __init__(self, calls: OsCalls, files: Files, space: Space, namespace: str, sync: bool) -> None:
+        self._calls = calls
+        self._files = files
+        self._space = space
+        self._namespace = namespace
+        self._sync = sync
+
+    def store(self, tree: Tree, address: bytes, buffer: memoryview, expired: Expired) -> str:
+        """Publishes a sealed record.
+
+        Returns:
+            `STORED`, `PRESENT` (an equal one has the name), `LATE`, or why there is no room (`Space.claim`).
+
+        Raises:
+            OSError: nothing is left behind.
+        """
+        try:
+            return self._store(tree, address, buffer, expired)
+        except OSError:
+            # A directory that was removed behind our back opens nothing any more (ENOENT, on ext4 EPERM).
+            if not tree.forget_removed(record_name(address)[0]):
+                raise
+            return self._store(tree, address, buffer, expired)
+
+    def _store(self, tree: Tree, address: bytes, buffer: memoryview, expired: Expired) -> str:
+        fan, name = record_name(address)
+        directory = tree.directory(fan, make=True)
+        if directory is None:
+            raise ContractError("a directory that was made is there")
+        if self._is_same(directory, name, buffer):
+            return PRESENT
+        path = (self._namespace, tree.epoch, tree.shard, fan, name)
+        if reason := self._space.claim(path, len(buffer)):
+            return reason
+        is_stored = False
+        try:
+            draft = self._files.fill(directory, buffer, expired)
+            if draft is None:
+                return LATE
+            try:
+                if reason := self._space.settle(path, draft.allocated_bytes()):
+                    return reason
+                if self._sync:
+                    draft.sync()
+                is_stored = self._publish(draft, directory, name, buffer)
+            finally:
+                draft.close()
+        finally:
+            self._space.release(path, is_stored)
+        return STORED if is_stored else PRESENT
+
+    def _publish(self, draft: Draft, directory: Directory, name: str, buffer: memoryview) -> bool:
+        """Links the name; False if an equal record has it already."""
+        try:
+            draft.link(name)
+        except FileExistsError:
+            if self._is_same(directory, name, buffer):
+                return False
+            self._space.freed(*self._files.remove(directory, name))
+            draft.link(name)
+        if self._sync:
+            try:
+                self._calls.sync(directory.fd)
+            except OSError:
+                self._files.remove(directory, name)
+                raise
+        return True
+
+    def _is_same(self, directory: Directory, name: str, buffer: memoryview) -> bool:
+        return self._files.is_same(directory, name, bytes(buffer[:HEADER_BYTES]), len(buffer))
+
+
+def touch(
+    calls: OsCalls, tree: Tree, addresses: Sequence[bytes], now_ns: int, on_error: Callable[[OSError], object]
+) -> None:
+    """Sets the time of last use of a chain, head first, so that the head is the newest.
+
+    A fresh tail of an older head is made older than it, and not the head newer: eviction then takes the tail first,
+    and a head that many chains share is not written again for each of them.
+    """
+    newest = now_ns
+    for address in addresses:
+        fan, name = record_name(address)
+        try:
+            directory = tree.directory(fan, make=False)
+            if directory is None:
+                continue
+            used_at = calls.stat(name, directory.fd).st_mtime_ns
+            is_due = not now_ns - TOUCH_INTERVAL_NS < used_at <= now_ns
+            if is_due or used_at > newest:
+                used_at = newest
+                calls.utime(name, used_at, directory.fd)
+            newest = used_at - 1
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            on_error(error)
