@@ -64,6 +64,7 @@ class Store:
         self.namespace = namespace
         self.blueprint: Blueprint = blueprint(config, geometry)
         self.planner = self.blueprint.planner(self.counters)
+        self.planner.set_namespace(namespace.digest)
         self._arena: SlotArena = self.blueprint.arena()
         self._executor = self.blueprint.executor(0, self._arena, self.counters)
         self._executor.register(memory)

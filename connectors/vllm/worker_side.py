@@ -113,6 +113,7 @@ class WorkerSide:
                 try:
                     self.executor.attach(tier, scope)
                     waiting.remove(tier)
+                    self.executor.measure(tier)
                 except KVStoreError as error:
                     log.warning("kvstore.tier_closed rank=%d tier=%d reason=%s", self.rank, tier, error)
                     self.executor.detached(tier, str(error))

@@ -36,11 +36,14 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """How a tier is now, for people: bytes used and allowed, and one line of notes (``buffered``, ``read-only``)."""
+    """How a tier is now, for people: bytes allowed and used, and notes (``buffered``, ``read-only``).
+
+    ``used_bytes`` and ``records`` are None while nobody has counted them.
+    """
 
     capacity_bytes: int
-    used_bytes: int
-    records: int
+    used_bytes: int | None
+    records: int | None
     notes: tuple[str, ...] = ()
 
 
@@ -105,6 +108,9 @@ class Tier(ABC):
     @abstractmethod
     def status(self) -> TierStatus:
         """Cheap; from memory."""
+
+    def measure(self) -> None:  # noqa: B027
+        """Finds out what `status` has to say, where that takes a while. Blocks; called from a background thread."""
 
     @abstractmethod
     def close(self) -> None:

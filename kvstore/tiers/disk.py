@@ -12,18 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
 from operator import attrgetter
-from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
-
-from kvstore.config import STRICT, Fraction, Size, StorePath, store_path
 from kvstore.errors import ConfigError, ContractError
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
 from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
+from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
 from kvstore.tiers.disk_files import Files, Found, trouble
 from kvstore.tiers.disk_pause import WritePause
@@ -33,34 +28,10 @@ from kvstore.tiers.disk_tree import Tree
 from kvstore.tiers.disk_writer import LATE, PRESENT, STORED, RecordWriter, touch
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
-from kvstore.units import GIB
 
 NAME = "disk"
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _KEPT_KINDS = frozenset({"symlink", "not_a_file", "owner"})
-
-
-@dataclass(frozen=True, slots=True, config=STRICT)
-class DiskConfig:
-    """Settings of a disk tier.
-
-    Attributes:
-        path: root directory of the store, on a local file system; made if it is not there.
-        capacity: bytes that all records under the root may take.
-        min_free: fraction of the file system that stays free.
-        write: ``through``: every chunk is written as soon as it was saved.
-        sync: whether a record counts as stored only when it would survive a loss of power.
-        read_only: serves what is there, writes and removes nothing.
-        required: whether an unusable tier is an error at start.
-    """
-
-    path: StorePath = field(default_factory=lambda: store_path("~/.cache/kvstore"))
-    capacity: Annotated[Size, Field(gt=0)] = 20 * GIB
-    min_free: Fraction = 0.05
-    write: Literal["through"] = "through"
-    sync: bool = False
-    read_only: bool = False
-    required: bool = False
 
 
 class _Opened:
@@ -300,7 +271,7 @@ class DiskTier(Tier):
         return self._space.take_evicted()
 
     def status(self) -> TierStatus:
-        """See `Tier.status`. What is used is known once this client has written."""
+        """See `Tier.status`. What is used is known once this client has written or measured."""
         notes = [] if self._files.is_direct else ["buffered"]
         if not self._files.is_unnamed:
             notes.append("named temporary files")
@@ -308,7 +279,16 @@ class DiskTier(Tier):
             notes.append("read-only")
         if self._pause.reason:
             notes.append(f"not writing: {self._pause.reason}")
-        return TierStatus(self._config.capacity, self._space.used_bytes, self._space.records, tuple(notes))
+        space = self._space
+        used, records = (space.used_bytes, space.records) if space.is_counted else (None, None)
+        return TierStatus(self._config.capacity, used, records, tuple(notes))
+
+    def measure(self) -> None:
+        """See `Tier.measure`."""
+        try:
+            self._space.measure()
+        except OSError as error:
+            self._count("tier_errors", reason=_reason(error))
 
     def close(self) -> None:
         """See `Tier.close`. A verb that still runs keeps what it uses until it ends."""

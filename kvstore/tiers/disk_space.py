@@ -83,7 +83,7 @@ class Space:
         self._now_ns = now_ns
         self._on_evicted = on_evicted
         self._lock = threading.Lock()
-        self._is_counted = False
+        self.is_counted = False
         self._claims: dict[Path, int] = {}
         self._victims: list[tuple[int, Path, int]] = []
         self._own: tuple[str, str] = ("", "")
@@ -110,14 +110,26 @@ class Space:
         with self._lock:
             if path in self._claims:
                 return IN_FLIGHT
-            if not self._is_counted:
-                self._scan(victims=False)
-                self._is_counted = True
+            self._count()
             reason = self._make_room(size)
             if not reason:
                 self._claims[path] = size
                 self.used_bytes += size
             return reason
+
+    def measure(self) -> None:
+        """Finds out what is used, if that is not known. Blocks for one scan of the store; claims wait meanwhile.
+
+        Raises:
+            OSError: the store could not be scanned.
+        """
+        with self._lock:
+            self._count()
+
+    def _count(self) -> None:
+        if not self.is_counted:
+            self._scan(victims=False)
+            self.is_counted = True
 
     def settle(self, path: Path, actual: int) -> str:
         """Corrects a claim to what the file really takes; reasons as `claim`."""
@@ -141,7 +153,7 @@ class Space:
     def freed(self, size: int, records: int = 1) -> None:
         """Says that files were removed."""
         with self._lock:
-            if self._is_counted:
+            if self.is_counted:
                 self.used_bytes = max(sum(self._claims.values()), self.used_bytes - size)
                 self.records = max(0, self.records - records)
 

@@ -79,6 +79,12 @@ class Executor:
         digest = scope.namespace.digest.hex()
         self._space.post(lambda: self._space.tier_states.append((tier, digest, "")))
 
+    def measure(self, tier: int) -> None:
+        """Lets a tier find out what it has to say in `tier_status`. May block long; from a thread of its own."""
+        channel = self._space.channels[tier]
+        if channel is not None:
+            channel.client.measure()
+
     def detached(self, tier: int, reason: str) -> None:
         """A tier could not be opened. Any thread."""
         self._space.post(lambda: self._space.tier_states.append((tier, "", reason)))
