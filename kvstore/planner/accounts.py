@@ -40,6 +40,8 @@ class Accounts:
             if part > 0:
                 add("hit_tokens_total", part, tier=self._names[tier])
             left, first = left - part, end
+        if left > 0:
+            add("hit_tokens_total", left)
         missed = tokens - local - promised
         if missed <= 0:
             return

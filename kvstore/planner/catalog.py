@@ -43,6 +43,10 @@ class Catalog:
         """Slot and tiers in one number, 0 for unknown; see `split`."""
         return self._where.get(address, 0)
 
+    def used_slots(self) -> list[int]:
+        """The slot of every address that has one. O(everything); for `Planner.check`."""
+        return [(code >> _TIER_BITS) - 1 for code in self._where.values() if code >> _TIER_BITS]
+
     @staticmethod
     def split(code: int) -> tuple[int, int]:
         """(slot or -1, tier mask) of a code."""

@@ -1,8 +1,7 @@
 """Answers "how much of this prompt can be delivered", and keeps a promise's slots until it is committed.
 
 A lease is not a reservation: it keeps slots that hold promised chunks from being evicted until its deadline, and all
-leases of one request together hold at most half of the slots. A promise that falls short all the same is a load that
-fails honestly.
+leases together hold at most half of the slots. A promise that falls short all the same is a load that fails honestly.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from kvstore.planner.slot_table import SlotState
 from kvstore.planner.state import State, first_tier
 from kvstore.planner.tracks import Match, Track
 
-_TIER_MASK = (1 << MAX_TIERS) - 1
+_MAY_CHANGE = {"pending": "probe_deadline", "closed": "tier_closed", "unknown": "probe_deadline"}
+"""What is worth asking again for, and the reason of the miss once the deadline has passed."""
 
 
 class Lookup:
@@ -45,13 +45,12 @@ class Lookup:
             if now < track.wait_until:
                 return match
             self._state.counters.add("probe_timeouts_total")
-            track.absent_from = local // self._state.spec.chunk_tokens + len(match.tiers)
-            track.absent_reason = "tier_closed" if match.reason == "closed" else "probe_deadline"
+            track.gave_up = True
             match = self._walk(track, addresses, local, limit)
         self.end_lease(track)
         if match.tokens:
             self._lease(track, addresses, local, match, now)
-        track.verdict, track.verdict_key = match, key
+        track.verdict, track.verdict_key, track.answered = match, key, match
         return match
 
     def _walk(self, track: Track, addresses: Sequence[bytes], local: int, limit: int) -> Match:
@@ -63,9 +62,8 @@ class Lookup:
         tiers: list[int] = []
         reason = "partial_chunk"
         code_of, slot_state, slot_tier = state.catalog.code, state.slots.state, state.slot_tier
-        readable, ready = state.readable, SlotState.READY
+        readable, ready = state.readable, int(SlotState.READY)
         refused = len(addresses) if track.refused_from is None else track.refused_from
-        absent = len(addresses) if track.absent_from is None else track.absent_from
         for index in range(first, last):
             if index >= refused:
                 reason = "failed_before"
@@ -74,33 +72,45 @@ class Lookup:
             slot, mask = (code >> MAX_TIERS) - 1, code & readable
             if slot >= 0 and slot_tier >= 0 and slot_state[slot] == ready:
                 tiers.append(slot_tier)
-            elif mask:
+            elif mask and (slot < 0 or slot_state[slot] == ready or addresses[index] in state.fetching):
                 tiers.append(first_tier(mask))
-            elif index >= absent:
-                reason = track.absent_reason
-                break
-            elif code:
-                # On its way into a slot, or in a tier that the ranks have not reported open yet.
-                return Match(None, tuple(tiers), "pending" if slot >= 0 else "closed")
-            elif any(state.epochs):
-                return Match(None, tuple(tiers), "unknown", tuple(addresses[index:last]))
+            elif (blocked := self._blocked(track, index, code)) in _MAY_CHANGE and not track.gave_up:
+                probe = tuple(addresses[index:last]) if blocked == "unknown" else ()
+                return Match(None, tuple(tiers), blocked, probe)
             else:
-                reason = "tier_closed" if state.persistent else "never_stored"
+                reason = _MAY_CHANGE.get(blocked, blocked)
                 break
-        tiers, fits = self._fit(tiers)
+        tiers, fits = self._fit(track, addresses, first, tiers)
         tokens = min((first + len(tiers)) * chunk, limit) - local
         return Match(max(0, tokens), tuple(tiers), reason if fits else "no_slot")
 
-    def _fit(self, tiers: list[int]) -> tuple[list[int], bool]:
+    def _blocked(self, track: Track, index: int, code: int) -> str:
+        """Why a chunk can not be promised now."""
+        state = self._state
+        if code >> MAX_TIERS:
+            return "pending"  # on its way into a slot
+        if track.absent_from is not None and index >= track.absent_from:
+            return "never_stored"
+        if code:
+            return "closed"  # in a tier that the ranks have not reported open
+        if any(state.epochs):
+            return "unknown"
+        return "tier_closed" if state.persistent else "never_stored"
+
+    def _fit(self, track: Track, addresses: Sequence[bytes], first: int, tiers: list[int]) -> tuple[list[int], bool]:
         """The longest prefix whose reads find slots now, and whether that is all of it."""
-        slots, slot_tier = self._state.slots, self._state.slot_tier
+        slots, leased = self._state.slots, set(track.leased)
         room = slots.free + slots.evictable
         if len(tiers) <= room:
             return tiers, True
-        for index, tier in enumerate(tiers):
-            # A promised slot may be unpinned now, so it is not room for a read either.
-            room -= 1 if tier != slot_tier or slots.evictable else 0
-            if room < 0 and tier != slot_tier:
+        # What only this request's own lease pins is room that a commit finds.
+        room += sum(1 for slot in leased if slots.pins[slot] == 1)
+        for index in range(len(tiers)):
+            slot = self._state.catalog.slot(addresses[first + index])
+            # A promised slot without another pin is not room for a read either.
+            if slot < 0 or slots.pins[slot] == (slot in leased):
+                room -= 1
+            if room < 0:
                 return tiers[:index], False
         return tiers, True
 

@@ -13,8 +13,11 @@ from kvstore.planner.tracks import FetchTicket, LoadTicket, SaveTicket, Track, W
 
 Ticket = SaveTicket | FetchTicket | WriteTicket | LoadTicket
 
-_SEVERITY = (0, 0, 1, 3, 5, 4, 2, 2, 4)
-"""By outcome: HIT, STORED, PENDING, MISS, DAMAGED, UNAVAILABLE, FULL, SKIPPED, TIMEOUT."""
+_SEVERITY = (0, 0, 1, 4, 5, 3, 2, 2, 3)
+"""By outcome: HIT, STORED, PENDING, MISS, DAMAGED, UNAVAILABLE, FULL, SKIPPED, TIMEOUT.
+
+What one rank knows to be gone is gone, whatever kept another from looking.
+"""
 
 
 class Orders:
@@ -30,6 +33,7 @@ class Orders:
         self._writes: list[Write] = []
         self._fetches: list[Fetch] = []
         self._loads: list[Load] = []
+        self._saved_slots: set[int] = set()
         self.failed: list[tuple[str, int]] = []
         """(request id, first chunk that was not delivered) of loads that ended since the planner looked."""
 
@@ -47,23 +51,36 @@ class Orders:
         self._tickets[number] = ticket
         return number
 
+    def saves_into(self, slot: int) -> bool:
+        """Whether the plan that is being filled has a save into the slot."""
+        return slot in self._saved_slots
+
+    def pins(self) -> list[int]:
+        """Pins that the unfinished tickets hold, by slot. O(everything); for `Planner.check`."""
+        counts = [0] * self._state.slots.count
+        for ticket in self._tickets.values():
+            for slot in [p[0] for p in ticket.parts] if isinstance(ticket, LoadTicket) else [ticket.slot]:
+                counts[slot] += 1
+        return counts
+
     # -- ordering ---------------------------------------------------------------------------------------------------
 
     def save(self, track: Track, address: bytes, index: int, slot: int, blocks: tuple[int, ...]) -> None:
         """Blocks into a slot that was just taken."""
         state = self._state
-        ticket = SaveTicket(address, slot, state.generation, track.turn, index, state.spec.all_ranks, Outcome.STORED)
+        ticket = SaveTicket(address, slot, state.generation, state.spec.all_ranks, Outcome.STORED)
         state.catalog.set_slot(address, slot)
+        state.slots.touch(slot, track.turn, index)
+        self._saved_slots.add(slot)
         self._saves.append((self._add(ticket), slot, address, 0, blocks))
 
     def fetch(self, track: Track, address: bytes, index: int, slot: int, tier: int) -> int:
         """A record into a slot that was just taken; the ticket."""
         state = self._state
-        ticket = FetchTicket(
-            address, slot, state.generation, track.turn, index, tier, state.spec.all_ranks, Outcome.HIT
-        )
+        ticket = FetchTicket(address, slot, state.generation, tier, state.spec.all_ranks, Outcome.HIT)
         number = self._add(ticket)
         state.catalog.set_slot(address, slot)
+        state.slots.touch(slot, track.turn, index)
         state.fetching[address] = number
         self._fetches.append((number, slot, address, 0, tier))
         return number
@@ -99,6 +116,7 @@ class Orders:
         )  # fmt: skip
         self._sequence += 1
         self._saves, self._writes, self._fetches, self._loads = [], [], [], []
+        self._saved_slots.clear()
         return plan
 
     def abandon(self) -> None:
@@ -106,6 +124,7 @@ class Orders:
         self._loads = [self._surrender(load) for load in self._loads]
         unsent = [op[0] for column in (self._saves, self._writes, self._fetches) for op in column]
         self._saves, self._writes, self._fetches = [], [], []
+        self._saved_slots.clear()
         for number in unsent:
             self._finish(number, Outcome.SKIPPED)
 
@@ -133,7 +152,7 @@ class Orders:
     def _take_batch(self, batch: Batch, rank: int) -> None:
         state = self._state
         for tier, namespace, _reason in batch.tiers:
-            state.set_open(tier, rank, bool(namespace))
+            state.set_open(tier, rank.bit_length() - 1, namespace)
         for number, outcome in batch.done:
             ticket = self._tickets.get(number)
             if ticket is None or isinstance(ticket, LoadTicket) or not ticket.waiting & rank:
@@ -184,7 +203,6 @@ class Orders:
         state = self._state
         is_current = ticket.generation == state.generation and state.catalog.slot(ticket.address) == ticket.slot
         if is_good and is_current:
-            state.slots.touch(ticket.slot, ticket.turn, ticket.position)
             state.slots.filled(ticket.slot, ticket.address)
         else:
             if is_current:

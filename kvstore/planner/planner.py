@@ -94,14 +94,14 @@ class Planner:
         return self.lookup.match(track, addresses, local_tokens, limit_tokens, now)
 
     def admit(self, track: Track, tokens: int, local_tokens: int, promised: int) -> None:
-        """The engine admitted the request: counts it, once."""
-        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.verdict)
+        """The engine admitted the request: counts it, once, with what its last answer said."""
+        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.answered)
 
     def answer(self, track: Track, first_absent: int) -> None:
         """A probe of this request ended: from chunk ``first_absent`` on nothing was found."""
         if track.absent_from is None or first_absent < track.absent_from:
             track.absent_from = first_absent
-            track.absent_reason = "never_stored"
+            track.verdict = None
 
     def learn(self, tier: int, addresses: Iterable[bytes]) -> None:
         """A listing or a probe found these in a persistent tier."""
@@ -116,13 +116,18 @@ class Planner:
     ) -> None:
         """Orders the load of ``tokens`` tokens after ``local_tokens`` into the blocks of the request.
 
-        What can not be had any more is reported invalid from its first block on; nothing is raised.
+        What can not be had any more is reported invalid from its first block on; nothing is raised. No tokens, no
+        load.
 
         Args:
             block_ids: the request's block table from block 0.
         """
         chunk, block = self.spec.chunk_tokens, self.spec.block_tokens
         first, at, end = local_tokens // chunk, local_tokens, local_tokens + tokens
+        if tokens <= 0:
+            return
+        self.state.touch_chain(track, addresses, min(-(-end // chunk), len(addresses)))
+        held = self._hold(addresses[first : -(-end // chunk)])
         parts: list[Part] = []
         tiers: list[int] = []
         part_tokens: list[int] = []
@@ -142,9 +147,18 @@ class Planner:
         self.orders.load(track, first, parts, part_tokens, tiers, lost, end - at)
         if lost:
             self._refuse(track, at // chunk)
-        self.state.touch_chain(track, addresses, first + len(parts))
+        for slot in held:
+            self.state.release(slot)
         self.lookup.end_lease(track)
         track.verdict = None
+
+    def _hold(self, addresses: Iterable[bytes]) -> list[int]:
+        """Pins those that are in slots, so that a read for one of them can not evict another."""
+        slots = self.state.slots
+        held = [slot for slot in map(self.catalog.slot, addresses) if slot >= 0]
+        for slot in held:
+            slots.pin(slot)
+        return held
 
     def _obtain(self, track: Track, address: bytes, index: int) -> tuple[int, int, int] | None:
         """(pinned slot, fetch ticket or 0, tier) of an address, ordering a read where needed."""
@@ -210,7 +224,8 @@ class Planner:
             return True
         if (mask and not wanted & ~mask) or not (wanted or state.slot_tier >= 0):
             return True
-        taken = state.take(steal=True)
+        # What a staging slot holds is never looked up, so there nothing is worth keeping.
+        taken = state.take(steal=True, keep_turn=track.turn if state.slot_tier >= 0 else None)
         if taken is None:
             if track.no_slot_at != index:
                 track.no_slot_at = index
@@ -220,17 +235,21 @@ class Planner:
         return True
 
     def _write_lower(self, address: bytes, wanted: int) -> bool:
-        """False if a writable tier lacks the address and its write finds no room now."""
-        state = self.state
+        """False if a writable tier lacks the address and can not be given it now."""
+        state, slots = self.state, self.state.slots
         slot, mask = Catalog.split(state.catalog.code(address))
         missing = wanted & ~mask
         if slot < 0 or not missing or address in state.fetching:
             return True
-        for tier in state.persistent:
-            if not missing >> tier & 1 or (address, tier) in state.writing:
-                continue
-            if len(state.writing) >= self._write_limit:
-                return False
+        tiers = [t for t in state.persistent if missing >> t & 1 and (address, t) not in state.writing]
+        if not tiers:
+            return True
+        # A save of an earlier plan may have been skipped on some rank, which then holds something else there.
+        if slots.state[slot] != SlotState.READY and not self.orders.saves_into(slot):
+            return False
+        if not slots.writes[slot] and slots.writing >= self._write_limit:
+            return False
+        for tier in tiers:
             self.orders.write(address, slot, tier)
         return True
 
@@ -256,6 +275,11 @@ class Planner:
                 self._refuse(track, index)
 
     # -- tiers and reset --------------------------------------------------------------------------------------------
+
+    def set_namespace(self, digest: bytes) -> None:
+        """The namespace is known: tiers that every rank has open for it can be used. Once."""
+        self.state.namespace = digest.hex()
+        self.state.refresh()
 
     def set_epoch(self, tier: int, epoch: str) -> None:
         """The epoch of a persistent tier; another one than before forgets everything stored."""
@@ -292,5 +316,14 @@ class Planner:
             address = state.slots.address[slot]
             if address is not None and state.catalog.slot(address) != slot:
                 raise ContractError(f"slot {slot} holds an address that the catalog has elsewhere")
-        if not self.orders.open and self.lookup.leased_slots != sum(state.slots.pins):
-            raise ContractError(f"{sum(state.slots.pins)} pins but {self.lookup.leased_slots} leases and no ticket")
+        pins = self.orders.pins()
+        for track in self._tracks.values():
+            for slot in track.leased:
+                pins[slot] += 1
+        if pins != list(state.slots.pins):
+            raise ContractError(f"slots have the pins {list(state.slots.pins)}, tickets and leases {pins}")
+        if self.lookup.leased_slots != sum(len(track.leased) for track in self._tracks.values()):
+            raise ContractError(f"{self.lookup.leased_slots} leased slots counted")
+        for slot in state.catalog.used_slots():
+            if state.slots.state[slot] not in (SlotState.FILLING, SlotState.READY):
+                raise ContractError(f"the catalog has an address in slot {slot}, which holds none")

@@ -5,6 +5,9 @@ use, but something may still read or write it). A slot is given out again only w
 exception: a READY slot whose only pins are lower writes may be *stolen* for a save, since their reports may just not
 have arrived; the executor, which knows, does the save or answers SKIPPED.
 
+A save never displaces a chunk that its own request used: in a chain longer than the tier the tail would otherwise
+push out the head, step by step, and leave a hole that ends every lookup.
+
 Invariants (`check`): pins = fills + lower writes + loads + leases >= 0; a victim is READY and unpinned.
 """
 
@@ -33,6 +36,8 @@ class SlotTable:
         "_free",
         "_policy",
         "_shown",
+        "_stealable",
+        "_steals",
         "address",
         "count",
         "dropped",
@@ -40,8 +45,9 @@ class SlotTable:
         "is_lookup_tier",
         "pins",
         "state",
-        "stealable",
+        "turns",
         "writes",
+        "writing",
     )
 
     def __init__(self, count: int, policy: EvictionPolicy, is_lookup_tier: bool) -> None:
@@ -51,13 +57,19 @@ class SlotTable:
         self.state = bytearray(count)
         self.pins = array("i", bytes(4 * count))
         self.writes = array("i", bytes(4 * count))
-        self.stealable: dict[int, None] = {}
+        self.turns = array("q", bytes(8 * count))
+        """Turn of the last request that used what the slot holds, 0 for none."""
+        self.writing = 0
+        """Number of slots that lower writes pin."""
         self.dropped: list[bytes] = []
         """Addresses that a staging slot stopped holding; the planner takes them after each release."""
         self.evictable = 0
         """Number of READY slots without pins."""
         self._shown = bytearray(count)
         self._policy = policy
+        self._stealable = bytearray(count)
+        # The same order for what may be stolen: in order of their writes, which go head first, heads would go first.
+        self._steals = type(policy)(count)
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -70,36 +82,44 @@ class SlotTable:
         """Number of READY slots. O(slots)."""
         return self.state.count(SlotState.READY)
 
-    def take(self, *, steal: bool) -> tuple[int, bytes | None] | None:
+    def take(self, *, steal: bool, keep_turn: int | None = None) -> tuple[int, bytes | None] | None:
         """A slot to fill and the address that it loses, or None if none may be given out.
 
         The slot is FILLING and has one pin. Cost: amortised O(log slots), also when the answer is None.
+
+        Args:
+            steal: whether a slot that only lower writes pin will do.
+            keep_turn: what the request of this turn used last is no victim.
         """
         if self._free:
             slot = self._free.pop()
         else:
-            victim = self._policy.victim()
-            if victim is None and steal:
-                victim = next(iter(self.stealable), None)
-            if victim is None:
+            victim = self._policy.victim() if self.evictable else None
+            if steal and (victim is None or self.turns[victim] == keep_turn):
+                victim = self._steals.victim()
+            if victim is None or self.turns[victim] == keep_turn:
                 return None
             slot = victim
         lost = self.address[slot]
-        self._show(slot, False)
-        self.stealable.pop(slot, None)
         self.state[slot] = SlotState.FILLING
         self.address[slot] = None
+        self.turns[slot] = 0
         self.pins[slot] += 1
+        self._settle(slot)
         return slot, lost
 
     def touch(self, slot: int, turn: int, position: int) -> None:
-        """Marks the slot as used."""
-        self._policy.touch(slot, turn, position)
+        """Marks the slot as used, unless a newer request used it already."""
+        if turn >= self.turns[slot]:
+            self.turns[slot] = turn
+            self._policy.touch(slot, turn, position)
+            self._steals.touch(slot, turn, position)
 
     def pin(self, slot: int, *, write: bool = False) -> None:
         """Keeps the slot from being given out."""
         self.pins[slot] += 1
         if write:
+            self.writing += not self.writes[slot]
             self.writes[slot] += 1
         self._settle(slot)
 
@@ -112,6 +132,7 @@ class SlotTable:
         self.pins[slot] -= 1
         if write:
             self.writes[slot] -= 1
+            self.writing -= not self.writes[slot]
         if self.pins[slot] < 0 or self.writes[slot] < 0:
             raise ContractError(f"slot {slot} was released twice")
         self._settle(slot)
@@ -145,22 +166,22 @@ class SlotTable:
             self.state[slot] = SlotState.FREE
             self._free.append(slot)
         is_ready = state == SlotState.READY
-        self._show(slot, is_ready and pins == 0)
-        if is_ready and pins and pins == self.writes[slot]:
-            self.stealable[slot] = None
-        else:
-            self.stealable.pop(slot, None)
-
-    def _show(self, slot: int, is_shown: bool) -> None:
-        if self._shown[slot] == is_shown:
-            return
-        self._shown[slot] = is_shown
-        if is_shown:
-            self.evictable += 1
-            self._policy.show(slot)
-        else:
-            self.evictable -= 1
-            self._policy.hide(slot)
+        is_shown = is_ready and not pins
+        if self._shown[slot] != is_shown:
+            self._shown[slot] = is_shown
+            if is_shown:
+                self.evictable += 1
+                self._policy.show(slot)
+            else:
+                self.evictable -= 1
+                self._policy.hide(slot)
+        is_stealable = is_ready and pins > 0 and pins == self.writes[slot]
+        if self._stealable[slot] != is_stealable:
+            self._stealable[slot] = is_stealable
+            if is_stealable:
+                self._steals.show(slot)
+            else:
+                self._steals.hide(slot)
 
     def check(self) -> None:
         """Raises ContractError if the invariants do not hold. O(slots); for tests and idle moments."""
@@ -179,5 +200,9 @@ class SlotTable:
                 raise ContractError(f"slot {slot} is {state.name} with address {self.address[slot]!r}")
             if self._shown[slot] != (state == SlotState.READY and pins == 0):
                 raise ContractError(f"slot {slot} is {state.name} with {pins} pins but shown={self._shown[slot]}")
+            if self._stealable[slot] != (state == SlotState.READY and 0 < pins == self.writes[slot]):
+                raise ContractError(f"slot {slot} is {state.name} with {pins} pins, stealable={self._stealable[slot]}")
+        if self.writing != sum(1 for count in self.writes if count):
+            raise ContractError(f"{self.writing} slots counted as being written")
         if self.evictable != sum(self._shown):
             raise ContractError(f"{self.evictable} evictable slots counted, {sum(self._shown)} shown")

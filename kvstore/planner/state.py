@@ -73,28 +73,32 @@ class State:
         """Ticket of the fetch that is on its way to an address, of this generation."""
         self.writing: dict[tuple[bytes, int], int] = {}
         """Ticket of the write of (address, tier) that is on its way, of this generation."""
-        self._open_ranks = [0] * len(spec.tiers)
+        self._open_as: list[dict[int, str]] = [{} for _tier in spec.tiers]
+        self.namespace = ""
+        """Hex digest of the namespace that every rank must have a tier open for; "" while it is not known."""
         self.readable = 0
         """Bit mask of the persistent tiers that every rank has open and whose epoch is known."""
         self.writable = 0
 
-    def set_open(self, tier: int, ranks: int, is_open: bool) -> None:
-        """Ranks (bit mask) have the tier open, or not any more."""
-        self._open_ranks[tier] = self._open_ranks[tier] | ranks if is_open else self._open_ranks[tier] & ~ranks
+    def set_open(self, tier: int, rank: int, namespace: str) -> None:
+        """A rank has the tier open for that namespace (hex digest), or not any more ("")."""
+        self._open_as[tier][rank] = namespace
         self.refresh()
 
     def refresh(self) -> None:
         """Works out ``readable`` and ``writable`` anew."""
         self.readable = self.writable = 0
         for tier in self.persistent:
-            if self._open_ranks[tier] == self.spec.all_ranks and self.epochs[tier]:
+            ranks = self._open_as[tier].values()
+            agreed = bool(self.namespace) and all(name == self.namespace for name in ranks)
+            if agreed and len(ranks) == self.spec.ranks and self.epochs[tier]:
                 self.readable |= 1 << tier
                 self.writable |= int(self.spec.tiers[tier].is_writable) << tier
         self.catalog.generation += 1
 
-    def take(self, *, steal: bool) -> int | None:
-        """A slot to fill, evicting what it held; None if there is none."""
-        taken = self.slots.take(steal=steal)
+    def take(self, *, steal: bool, keep_turn: int | None = None) -> int | None:
+        """A slot to fill, evicting what it held; None if there is none. See `SlotTable.take`."""
+        taken = self.slots.take(steal=steal, keep_turn=keep_turn)
         if taken is None:
             return None
         slot, lost = taken

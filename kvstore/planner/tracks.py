@@ -33,9 +33,11 @@ class Track:
         save_cursor, write_cursor: chunks below were saved (or found stored), and offered to every lower tier.
         barred: nothing of it may be saved any more (its KV predates a reset, or its identity is not known).
         refused_from: first chunk that could not be delivered: a miss for this request for good.
-        absent_from, absent_reason: first chunk that a probe did not find, and why.
+        absent_from: first chunk that a probe did not find.
         wait_until: when "ask me later" ends, None before the first.
-        verdict, verdict_key: the last answer and what it depended on.
+        gave_up: whether it ended without an answer.
+        verdict, verdict_key: the last answer and what it depended on; None when it must be worked out anew.
+        answered: the last answer other than "ask me later", for the accounts.
         leased, lease_until: slots that a promise holds until it is committed.
         no_slot_at: chunk that was last counted as having found no slot.
         is_counted: whether it is in the accounts.
@@ -48,10 +50,11 @@ class Track:
     barred: bool = False
     refused_from: int | None = None
     absent_from: int | None = None
-    absent_reason: str = "never_stored"
     wait_until: float | None = None
+    gave_up: bool = False
     probe_asked: bool = False
     verdict: Match | None = None
+    answered: Match | None = None
     verdict_key: tuple[int, int, int] = (-1, -1, -1)
     leased: list[int] = field(default_factory=list)
     lease_until: float = 0.0
@@ -66,8 +69,6 @@ class SaveTicket:
     address: bytes
     slot: int
     generation: int
-    turn: int
-    position: int
     waiting: int
     outcome: int
 
@@ -79,8 +80,6 @@ class FetchTicket:
     address: bytes
     slot: int
     generation: int
-    turn: int
-    position: int
     tier: int
     waiting: int
     outcome: int

@@ -15,6 +15,9 @@ class EvictionPolicy(ABC):
     """Order of eviction over slots ``0..count-1``. Made as ``Policy(count)``; used from one thread."""
 
     @abstractmethod
+    def __init__(self, count: int) -> None: ...
+
+    @abstractmethod
     def touch(self, slot: int, turn: int, position: int) -> None:
         """Marks ``slot`` as used in ``turn`` (rising) at ``position`` in its chain (0 is the head)."""
 

@@ -27,6 +27,8 @@ from kvstore.transfer.lanes import contain
 log = logging.getLogger(__name__)
 
 _ASK_BATCH = 64
+_LISTED_AT_LEAST = 1024
+"""Addresses gathered into one piece of a listing, so that pieces are few."""
 _RETRY_SECONDS = 5.0
 
 
@@ -104,7 +106,8 @@ class Prober:
         self._tick = tick
         self._every = every
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._events: deque[Event] = deque()
+        self._answers: deque[Opened | Answer] = deque()
+        self._listed: deque[Listed] = deque()
         self._listings: deque[tuple[int, Iterator[list[bytes]]]] = deque()
         self._open: set[int] = set()
         self._resolved: Sequence[Scope] | None = None
@@ -132,15 +135,16 @@ class Prober:
         named = dict(epochs)
         self._tasks.put(lambda: self._use(named, generation))
 
-    def drain(self, most: int = 8) -> list[Event]:
-        """At most ``most`` events, oldest first. Never blocks."""
-        events = self._events
-        return [events.popleft() for _ in range(min(most, len(events)))]
+    def drain(self, pieces: int = 2) -> list[Event]:
+        """Every answer, which somebody waits for, then at most ``pieces`` pieces of listings. Never blocks."""
+        answers, listed = self._answers, self._listed
+        events: list[Event] = [answers.popleft() for _ in range(len(answers))]
+        return events + [listed.popleft() for _ in range(min(pieces, len(listed)))]
 
     @property
     def has_events(self) -> bool:
         """Whether `drain` would return something."""
-        return bool(self._events)
+        return bool(self._answers or self._listed)
 
     def close(self, timeout: float = 1.0) -> None:
         """Stops the thread; waits for it at most ``timeout`` seconds."""
@@ -197,7 +201,7 @@ class Prober:
                 log.warning("tier.closed tier=%s reason=%s", clients[0].name, error)
                 continue
             self._open.add(tier)
-            self._events.append(Opened(self._generation, tier, epoch))
+            self._answers.append(Opened(self._generation, tier, epoch))
             self._use({tier: epoch}, self._generation)
             self._listings.append((tier, self._scan(clients)))
         if len(self._open) == len(self._clients):
@@ -221,17 +225,18 @@ class Prober:
                     yield whole
 
     def _list_some(self) -> None:
-        tier, listing = self._listings[0]
-        self._listings.popleft()
-        batch = next(listing, None)
-        # Put back only after a piece that came: a listing that failed is not tried for ever.
-        if batch is not None:
-            self._listings.appendleft((tier, listing))
-        if batch is None:
-            if not self._listings:
-                self.is_listing_done.set()
-        elif batch:
-            self._events.append(Listed(self._generation, tier, tuple(batch)))
+        tier, listing = self._listings.popleft()
+        addresses: list[bytes] = []
+        for batch in listing:
+            addresses += batch
+            if len(addresses) >= _LISTED_AT_LEAST:
+                # Put back only now: a listing that raises is not tried for ever.
+                self._listings.appendleft((tier, listing))
+                break
+        if addresses:
+            self._listed.append(Listed(self._generation, tier, tuple(addresses)))
+        if not self._listings:
+            self.is_listing_done.set()
 
     def _use(self, epochs: Mapping[int, str], generation: int) -> None:
         self._generation = generation
@@ -257,7 +262,7 @@ class Prober:
             if present < start + len(batch):
                 break
         places = {tier: tuple(hits) for tier, hits in found.items()}
-        self._events.append(Answer(self._generation, request_id, first_chunk, places, present, len(addresses)))
+        self._answers.append(Answer(self._generation, request_id, first_chunk, places, present, len(addresses)))
 
     def _contains(self, tier: int, addresses: Sequence[bytes], deadline: float) -> list[bool]:
         hits = [True] * len(addresses)

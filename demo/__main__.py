@@ -1,0 +1,7 @@
+"""Entry of ``python -m demo``."""
+
+import sys
+
+from demo.run import main
+
+sys.exit(main())
