@@ -37,7 +37,10 @@ class Ledger:
     """By request: first token and blocks of a load that was committed and not planned."""
     received: dict[int, int] = field(default_factory=dict)
     opened: dict[int, set[int]] = field(default_factory=dict)
-    loading: dict[int, str] = field(default_factory=dict)
+    loading: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    """By ticket: request, first chunk, parts that every rank so far delivered."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """By request: the first chunk that was not delivered."""
     planned_loads: int = 0
     has_abandoned: bool = False
 
@@ -86,7 +89,9 @@ class Ledger:
                 assert self.where.get(address) == slot, "a load of a slot that not all ranks reported filled"
                 assert slot not in filled
         self.open[number] = Ticket("load", tuple(p[0] for p in parts), b"", -1, plan.generation, set(ranks))
-        self.loading[number] = request_id
+        self.loading[number] = request_id, first_token // chunk, len(parts)
+        if lost:
+            self._refuse(request_id, first_token // chunk + len(parts))
         self.planned_loads += 1
 
     def got(self, rank: int, batch: Batch) -> None:
@@ -106,13 +111,21 @@ class Ledger:
                 del self.open[number]
                 if ticket.generation == self.generation:
                     self._ended(ticket)
-        for number, _, _ in batch.loaded:
-            self.open[number].waiting.remove(rank)
-            if not self.open[number].waiting:
+        for number, delivered, _ in batch.loaded:
+            ticket, (request_id, first, least) = self.open[number], self.loading[number]
+            ticket.waiting.remove(rank)
+            least = min(least, delivered)
+            self.loading[number] = request_id, first, least
+            if not ticket.waiting:
                 del self.open[number], self.loading[number]
+                if least < len(ticket.slots):
+                    self._refuse(request_id, first + least)
         for tier, epoch, addresses in batch.evicted:
             if epoch == self.planner.state.epochs[tier]:
                 self.hints -= {(tier, address) for address in addresses}
+
+    def _refuse(self, request_id: str, chunk: int) -> None:
+        self.refused[request_id] = min(chunk, self.refused.get(request_id, chunk))
 
     def _ended(self, ticket: Ticket) -> None:
         if ticket.kind == "write":

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from made_up import tok
@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connectors.vllm import plugin
+from connectors.vllm import adapt, plugin
 
 DEADLINE = 60.0
 """Seconds after which a request counts as parked; catches a hang, measures nothing."""
@@ -183,6 +183,24 @@ class StubEngine:
             assert time.monotonic() < deadline, "asked for ever"
             self.step()
 
+    def deliver(self, tokens: Sequence[int], table: Sequence[int], local: int = 0) -> int:
+        """A load outside of the scheduler into the blocks of ``table``; the tokens that were promised."""
+        request, deadline = self.request(tokens), time.monotonic() + DEADLINE
+        self.connector.on_new_request(request)
+        while (promised := self.connector.get_num_new_matched_tokens(request, local)[0]) is None:
+            self.step()
+        blocks = SimpleNamespace(get_block_ids=lambda: (list(table),))
+        self.connector.update_state_after_alloc(request, blocks, promised)
+        while promised and not all(request.request_id in worker.finished for worker in self.workers):
+            assert time.monotonic() < deadline, "a load without an end"
+            idle = SimpleNamespace(num_scheduled_tokens={}, has_sync_kv_loads=False)
+            metadata = self.connector.build_connector_meta(idle)
+            for worker in self.workers:
+                output = worker.step(Work(_through_pickle(metadata), (), (), frozenset()))
+                self.connector.update_connector_output(_through_pickle(output))
+        self.connector.request_finished(request, list(table))
+        return int(promised)
+
     def close(self) -> None:
         """vLLM's shutdown of both sides."""
         self.connector.shutdown()
@@ -198,6 +216,8 @@ class Lab:
         self.store = root / "store"
         self._engines: list[StubEngine] = []
         monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        # Tests that make a worker's connector themselves have no tensor-parallel group to ask.
+        monkeypatch.setattr(adapt, "worker_rank", lambda: 0)
         self.model = write_model(root / "model")
 
     def __enter__(self) -> Lab:
@@ -210,9 +230,15 @@ class Lab:
             engine.close()
 
     def setup(
-        self, *, chunk: int = 16, cpu: int = 512, disk: int = 4096, probe: str = "30s", load: str = "30s", more: str = "",
+        self,
+        *,
+        chunk: int = 16,
+        cpu: int = 512,
+        disk: int = 4096,
+        load: str = "30s",
+        more: str = "",
         **settings: Any,
-    ) -> Setup:  # fmt: skip
+    ) -> Setup:
         """Settings of an engine with these capacities in records of 16 tokens on one rank; 0 for no tier."""
         tiers = [f"{{type: cpu, capacity: {cpu * RECORD}B}}"] if cpu else []
         if disk:
@@ -220,7 +246,7 @@ class Lab:
         path = self.root / f"config-{len(list(self.root.glob('config-*')))}.yaml"
         path.write_text(
             f"chunk_tokens: {chunk}\ntiers: [{', '.join(tiers)}]\n"
-            f"limits: {{probe_timeout: {probe}, load_timeout: {load}}}\nstats: {{snapshot_dir: 'off'}}\n{more}"
+            f"limits: {{probe_timeout: 30s, load_timeout: {load}}}\nstats: {{snapshot_dir: 'off'}}\n{more}"
         )
         return Setup(self.model, path, **settings)
 

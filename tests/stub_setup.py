@@ -96,6 +96,7 @@ def _base_config(model: Path) -> VllmConfig:
         arguments = EngineArgs(
             model=str(model), skip_tokenizer_init=True, block_size=32, max_model_len=8192,
             max_num_batched_tokens=8192, max_num_seqs=64, enable_prefix_caching=False,
+            disable_hybrid_kv_cache_manager=True,
         )  # fmt: skip
         _CONFIGS[model] = arguments.create_engine_config()
     return _CONFIGS[model]

@@ -16,8 +16,8 @@ from kvstore.errors import ContractError
 from kvstore.messages import Part, Plan, Report
 from kvstore.metrics import Counters
 from kvstore.planner.catalog import Catalog
-from kvstore.planner.lookup import Lookup
 from kvstore.planner.orders import Orders
+from kvstore.planner.requests import Requests
 from kvstore.planner.slot_table import SlotState
 from kvstore.planner.state import PlannerSpec, State, TierSpec, first_tier
 from kvstore.planner.tracks import FetchTicket, Match, Track
@@ -26,16 +26,13 @@ from kvstore.policies.base import EvictionPolicy
 __all__ = ["Planner", "PlannerSpec", "TierSpec"]
 
 
-class Planner:
+class Planner(Requests):
     """See the module. Used from one thread; no call blocks. Times are seconds of any monotonic clock."""
 
     def __init__(self, spec: PlannerSpec, policy: EvictionPolicy, counters: Counters) -> None:
+        super().__init__(State(spec, policy, counters))
         self.spec = spec
-        self.state = State(spec, policy, counters)
-        self.lookup = Lookup(self.state)
         self.orders = Orders(self.state)
-        self._tracks: dict[str, Track] = {}
-        self._next_turn = 1
         self.write_quarter = max(1, spec.slots // 4) if self.state.slot_tier >= 0 else spec.slots
         """Slots that lower writes may hold on an executor at a time."""
         # Twice what an executor allows itself: half may be done and unreported since the engine stopped stepping.
@@ -45,32 +42,6 @@ class Planner:
     def catalog(self) -> Catalog:
         """What is where."""
         return self.state.catalog
-
-    # -- requests ---------------------------------------------------------------------------------------------------
-
-    def track(self, request_id: str) -> Track:
-        """The track of a live request, made at its first use."""
-        track = self._tracks.get(request_id)
-        if track is None:
-            track = self._tracks[request_id] = Track(request_id, self._next_turn)
-            self._next_turn += 1
-        return track
-
-    def find(self, request_id: str) -> Track | None:
-        """The track of a live request, None for none."""
-        return self._tracks.get(request_id)
-
-    def close(self, request_id: str) -> None:
-        """Forgets a request that ended, in any state. What was ordered for it ends by itself."""
-        track = self._tracks.pop(request_id, None)
-        if track is not None:
-            self.lookup.end_lease(track)
-            self.state.accounts.closed(track)
-
-    @property
-    def live_requests(self) -> int:
-        """Number of requests with a track."""
-        return len(self._tracks)
 
     # -- lookup -----------------------------------------------------------------------------------------------------
 
@@ -92,10 +63,6 @@ class Planner:
             `close` or the lease's end. Cost: one dict lookup a chunk; O(1) when asked again.
         """
         return self.lookup.match(track, addresses, local_tokens, limit_tokens, now)
-
-    def admit(self, track: Track, tokens: int, local_tokens: int, promised: int) -> None:
-        """The engine admitted the request: counts it, once, with what its last answer said."""
-        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.answered)
 
     def answer(self, track: Track, first_absent: int) -> None:
         """A probe of this request ended: from chunk ``first_absent`` on nothing was found."""
