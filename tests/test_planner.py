@@ -86,10 +86,22 @@ def test_pending_chunk_is_asked_again_until_the_probe_deadline_and_then_missed()
     stage.now += 0.019
     assert stage.match("b", a).tokens is None
     stage.now += 0.002
+    assert stage.match("b", a).tokens is None, "the step that brings the report is still to come"
+    stage.step(reports=False)
+    stage.step(reports=False)
     assert (stage.match("b", a).tokens, stage.match("b", a).reason) == (0, "probe_deadline")
     assert stage.counters.value("probe_timeouts_total") == 1
     stage.step()
     assert stage.match("b", a).tokens == 32
+
+
+def test_pending_chunk_is_missed_without_any_step_once_a_load_would_have_timed_out() -> None:
+    stage = Stage(8, (NEAR,))
+    a = chain("a", 2)
+    stage.offer("a", a)
+    assert stage.match("b", a).tokens is None
+    stage.now += 0.021 + stage.planner.spec.load_timeout
+    assert (stage.match("b", a).tokens, stage.match("b", a).reason) == (0, "probe_deadline")
 
 
 def test_unknown_chunks_are_probed_once_and_an_answer_ends_the_wait() -> None:

@@ -102,4 +102,7 @@ class Accounts:
         """A request ended; what was saved but found no room for its lower writes is counted."""
         unwritten = track.save_cursor - track.write_cursor
         if unwritten > 0:
-            self._counters.add("skipped_chunks_total", unwritten, reason="write_budget")
+            for index, name in enumerate(self._names):
+                if index != self._slot_tier:
+                    self._counters.add("skipped_chunks_total", unwritten, tier=name, reason="write_budget")
+                    break

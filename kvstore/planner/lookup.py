@@ -16,6 +16,9 @@ from kvstore.planner.tracks import Match, Track
 _MAY_CHANGE = {"pending": "probe_deadline", "closed": "tier_closed", "unknown": "probe_deadline"}
 """What is worth asking again for, and the reason of the miss once the deadline has passed."""
 
+_PLANS_UNTIL_REPORTED = 2
+"""Plans until what was reported at the time of a question has arrived, also where an engine runs a step ahead."""
+
 
 class Lookup:
     """Part of one planner."""
@@ -42,7 +45,8 @@ class Lookup:
         if match.tokens is None:
             if track.wait_until is None:
                 track.wait_until = now + self._state.spec.probe_timeout
-            if now < track.wait_until:
+                track.wait_plans = self._state.plans + _PLANS_UNTIL_REPORTED
+            if now < track.wait_until or (match.reason != "unknown" and self._awaits_reports(track, now)):
                 return match
             self._state.counters.add("probe_timeouts_total")
             track.gave_up = True
@@ -52,6 +56,11 @@ class Lookup:
             self._lease(track, addresses, local, match, now)
         track.verdict, track.verdict_key, track.answered = match, key, match
         return match
+
+    def _awaits_reports(self, track: Track, now: float) -> bool:
+        """Whether the step that brings the ranks' reports is still to come, however long the steps are."""
+        late = track.wait_until is not None and now >= track.wait_until + self._state.spec.load_timeout
+        return self._state.plans < track.wait_plans and not late
 
     def _walk(self, track: Track, addresses: Sequence[bytes], local: int, limit: int) -> Match:
         state, chunk, block = self._state, self._state.spec.chunk_tokens, self._state.spec.block_tokens

@@ -27,7 +27,6 @@ class Orders:
         self._state = state
         self._tickets: dict[int, Ticket] = {}
         self._next = 1
-        self._sequence = 0
         self._acks = [-1] * state.spec.ranks
         self._saves: list[Save] = []
         self._writes: list[Write] = []
@@ -111,10 +110,10 @@ class Orders:
         """What was ordered since the last plan."""
         state = self._state
         plan = Plan(
-            self._sequence, state.generation, tuple(state.epochs), tuple(self._saves), tuple(self._writes),
+            state.plans, state.generation, tuple(state.epochs), tuple(self._saves), tuple(self._writes),
             tuple(self._fetches), tuple(self._loads), tuple(self._acks),
         )  # fmt: skip
-        self._sequence += 1
+        state.plans += 1
         self._saves, self._writes, self._fetches, self._loads = [], [], [], []
         self._saved_slots.clear()
         return plan

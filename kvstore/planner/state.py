@@ -68,6 +68,8 @@ class State:
         self.slots = SlotTable(spec.slots, policy, is_lookup_tier=bool(volatile))
         self.accounts = Accounts(spec.chunk_tokens, [t.name for t in spec.tiers], self.slot_tier, counters)
         self.generation = 0
+        self.plans = 0
+        """Plans made so far."""
         self.epochs = [""] * len(spec.tiers)
         self.fetching: dict[bytes, int] = {}
         """Ticket of the fetch that is on its way to an address, of this generation."""

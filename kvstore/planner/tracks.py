@@ -34,7 +34,8 @@ class Track:
         barred: nothing of it may be saved any more (its KV predates a reset, or its identity is not known).
         refused_from: first chunk that could not be delivered: a miss for this request for good.
         absent_from: first chunk that a probe did not find.
-        wait_until: when "ask me later" ends, None before the first.
+        wait_until, wait_plans: when "ask me later" ends (None before the first), and the plan before which reports
+            that were there by then have not arrived.
         gave_up: whether it ended without an answer.
         verdict, verdict_key: the last answer and what it depended on; None when it must be worked out anew.
         answered: the last answer other than "ask me later", for the accounts.
@@ -51,6 +52,7 @@ class Track:
     refused_from: int | None = None
     absent_from: int | None = None
     wait_until: float | None = None
+    wait_plans: int = 0
     gave_up: bool = False
     probe_asked: bool = False
     verdict: Match | None = None
