@@ -6,7 +6,8 @@ It drives exactly the objects that an engine connector drives, one plan after th
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -130,21 +131,24 @@ class Store:
         deadline = monotonic() + timeout
         with self._lock:
             self._check_open()
-            track = self._track()
-            covered = len(token_array(tokens))
-            while True:
-                self._learn()
-                self.planner.offer(track, addresses, covered, block_ids)
-                self._step()
-                done = track.save_cursor >= len(addresses) and track.write_cursor >= track.save_cursor
-                if (done and not self.planner.orders.open) or monotonic() >= deadline:
-                    break
-                if self.planner.orders.open:
-                    self._executor.wait_results(_PAUSE)
-                elif not done and not self.planner.state.slots.free and not self.planner.state.slots.evictable:
-                    break
-            self.planner.close(track.request_id)
+            with self._track() as track:
+                self._save(track, addresses, len(token_array(tokens)), block_ids, deadline)
             return self._stored(addresses)
+
+    def _save(
+        self, track: Track, addresses: Sequence[bytes], tokens: int, block_ids: Sequence[int], deadline: float
+    ) -> None:
+        while True:
+            self._learn()
+            self.planner.offer(track, addresses, tokens, block_ids)
+            self._step()
+            done = track.save_cursor >= len(addresses) and track.write_cursor >= track.save_cursor
+            if (done and not self.planner.orders.open) or monotonic() >= deadline:
+                return
+            if self.planner.orders.open:
+                self._executor.wait_results(_PAUSE)
+            elif not done and not self.planner.state.slots.free and not self.planner.state.slots.evictable:
+                return
 
     def _stored(self, addresses: Sequence[bytes]) -> Stored:
         catalog = self.planner.catalog
@@ -161,10 +165,9 @@ class Store:
         addresses = self.addresses(tokens, salt=salt, adapter=adapter, extras=extras)
         with self._lock:
             self._check_open()
-            track = self._track()
-            found = self._match(track, addresses)
-            self.planner.admit(track, len(token_array(tokens)), 0, found)
-            self.planner.close(track.request_id)
+            with self._track() as track:
+                found = self._match(track, addresses)
+                self.planner.admit(track, len(token_array(tokens)), 0, found)
             return found
 
     def retrieve(
@@ -185,12 +188,10 @@ class Store:
         block = self.blueprint.geometry.group.block_tokens
         with self._lock:
             self._check_open()
-            track = self._track()
-            found = min(self._match(track, addresses), len(block_ids) * block)
-            self.planner.admit(track, len(token_array(tokens)), 0, found)
-            delivered = self._load(track, addresses, found, block_ids) if found else 0
-            self.planner.close(track.request_id)
-            return delivered
+            with self._track() as track:
+                found = min(self._match(track, addresses), len(block_ids) * block)
+                self.planner.admit(track, len(token_array(tokens)), 0, found)
+                return self._load(track, addresses, found, block_ids) if found else 0
 
     def _match(self, track: Track, addresses: Sequence[bytes]) -> int:
         limit = len(addresses) * self.blueprint.geometry.chunk_tokens
@@ -225,11 +226,19 @@ class Store:
     # -- turning the crank ------------------------------------------------------------------------------------------
 
     def _step(self, *, wait: bool = False) -> tuple[set[str], set[int]]:
-        plan = self.planner.plan(monotonic())
-        self._executor.begin(plan)
-        self._executor.start_loads(has_forward=False)
-        self._executor.take_snapshots()
-        ended = self._executor.poll(wait=wait)
+        plan, is_whole = self.planner.plan(monotonic()), False
+        try:
+            self._executor.begin(plan)
+            self._executor.start_loads(has_forward=False)
+            self._executor.take_snapshots()
+            ended = self._executor.poll(wait=wait)
+            is_whole = True
+        finally:
+            # An interrupt or a bug: what is left must not be done later, when the caller has reused the blocks, and
+            # what failed of this load must not be taken for a failure of the next one.
+            if not is_whole:
+                self._executor.abandon()
+                self._executor.poll()
         report = self._executor.report()
         if report is not None:
             self.planner.absorb(report)
@@ -261,9 +270,14 @@ class Store:
             self._arena.close()
             return dropped
 
-    def _track(self) -> Track:
+    @contextmanager
+    def _track(self) -> Iterator[Track]:
         self._next_request += 1
-        return self.planner.track(f"store-{self._next_request}")
+        track = self.planner.track(f"store-{self._next_request}")
+        try:
+            yield track
+        finally:
+            self.planner.close(track.request_id)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -107,8 +107,14 @@ class KVStoreConnector(KVConnectorBase_V1):
             self.scheduler_side.allocated(request, blocks, num_external_tokens)
         except Exception:
             self._stopped("update_state_after_alloc")
+            self._fail_load(request, blocks, num_external_tokens)
+
+    def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        try:
             if num_external_tokens > 0:
                 self.scheduler_side.fail_load(request, blocks, num_external_tokens)
+        except Exception:
+            self._stopped("update_state_after_alloc")
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         try:
@@ -161,7 +167,7 @@ class KVStoreConnector(KVConnectorBase_V1):
             self.worker_side.begin(self._get_connector_metadata())
             self.worker_side.start_loads(forward_context)
         except Exception:
-            self._worker_stopped("start_load_kv")
+            self._worker_stopped("start_load_kv", self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are complete before the request is scheduled."""
@@ -182,9 +188,19 @@ class KVStoreConnector(KVConnectorBase_V1):
             return None, self.worker_side.finished() or None
         except Exception:
             self._worker_stopped("get_finished")
+        try:
             return None, self.worker_side.finished() or None
+        except Exception:
+            # What ended stays with the worker's side until the next step.
+            self._stopped("get_finished")
+            return None, None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        try:
+            return self.worker_side.invalid_blocks()
+        except Exception:
+            self._stopped("get_block_ids_with_load_errors")
+        # Not guarded a second time: rather an engine that ends than one that computes on blocks that were not loaded.
         return self.worker_side.invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -194,9 +210,13 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._stopped("build_connector_worker_meta")
             return None
 
-    def _worker_stopped(self, hook: str) -> None:
+    def _worker_stopped(self, hook: str, metadata: KVConnectorMetadata | None = None) -> None:
+        """Also answers as failed what was not done yet, of ``metadata`` too, which no later hook would take."""
         self._stopped(hook)
-        self.worker_side.executor.abandon()
+        try:
+            self.worker_side.refuse(metadata)
+        except Exception:
+            self._stopped(hook)
 
     # -- end --------------------------------------------------------------------------------------------------------
 

@@ -19,17 +19,17 @@ class LiveRequest:
         barred: why it is neither saved nor loaded, "" for no reason.
         local_tokens: what the engine had at the last lookup.
         has_asked: whether the prober was asked for it.
-        has_committed: whether its last allocation ordered a load.
+        is_refused: whether ordering a load for it failed: nothing is promised to it any more.
     """
 
-    __slots__ = ("_addresses", "_hashes", "barred", "has_asked", "has_committed", "local_tokens", "request")
+    __slots__ = ("_addresses", "_hashes", "barred", "has_asked", "is_refused", "local_tokens", "request")
 
     def __init__(self, request: Request, barred: str) -> None:
         self.request = request
         self.barred = barred
         self.local_tokens = 0
         self.has_asked = False
-        self.has_committed = False
+        self.is_refused = False
         self._hashes: list[bytes] = []
         self._addresses: list[bytes] = []
 

@@ -16,6 +16,7 @@ from connectors.vllm.settings import Settings, digest_cache, log, log_start
 from connectors.vllm.wire import HandshakeMetadata, PlanMetadata, ReportMetadata
 from kvstore.errors import ConfigError
 from kvstore.keys import Addresser, Namespace
+from kvstore.messages import Plan
 from kvstore.metrics import Counters
 from kvstore.transfer.prober import take_events
 
@@ -42,6 +43,7 @@ class SchedulerSide:
         self._addresser: Addresser | None = None
         self._detached: dict[int, str] = {}
         self._is_detached = False
+        self._lost: list[tuple[str, tuple[int, ...]]] = []
         if not settings.has_persistent:
             # Slots die with this process, so any weights identity of its own will do.
             self._namespace = settings.namespace(f"private:{secrets.token_hex(16)}")
@@ -94,7 +96,7 @@ class SchedulerSide:
         """vLLM's ``get_num_new_matched_tokens``: asked again every step while the request can not be placed."""
         live = self._of(request)
         live.local_tokens = local_tokens
-        if request.skip_reading_prefix_cache or live.barred or not self.settings.loads:
+        if request.skip_reading_prefix_cache or live.barred or live.is_refused or not self.settings.loads:
             return 0, False
         self._learn()
         if self._addresser is None:
@@ -113,14 +115,12 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: a positive count commits, and is the one that counts."""
         live = self._of(request)
-        live.has_committed = False
         track = self.planner.track(request.request_id)
         self.planner.admit(track, request.num_tokens, live.local_tokens, tokens)
         if tokens <= 0 or self._addresser is None:
             return
         addresses = live.addresses(self._addresser, self._hashes_per_chunk)
         self.planner.commit(track, addresses, live.local_tokens, tokens, blocks.get_block_ids()[0])
-        live.has_committed = True
         self._prober.touch(addresses[: -(-(live.local_tokens + tokens) // self._chunk)])
 
     # -- step -------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class SchedulerSide:
         if self.settings.saves and self._addresser is not None and not adapt.has_foreign_sync_loads(scheduler_output):
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 self._offer(scheduler_output, request_id, scheduled)
-        return PlanMetadata(self.planner.plan(monotonic()))
+        return self._metadata(self.planner.plan(monotonic()))
 
     def _offer(self, scheduler_output: Any, request_id: str, scheduled: int) -> None:
         live = self._live.get(request_id)
@@ -152,15 +152,24 @@ class SchedulerSide:
 
     def fallback_plan(self) -> PlanMetadata:
         """After an exception: no orders, but every load that was promised and not sent is failed."""
-        return PlanMetadata(self.planner.fallback_plan())
+        return self._metadata(self.planner.fallback_plan())
+
+    def _metadata(self, plan: Plan) -> PlanMetadata:
+        # A load whose ordering failed late is in the plan all the same, and ends there: once, not twice.
+        ordered = {load[1] for load in plan.loads}
+        lost, self._lost = tuple(item for item in self._lost if item[0] not in ordered), []
+        block = self._blueprint.geometry.group.block_tokens
+        for _request_id, blocks in lost:
+            self.counters.add("failed_tokens_total", len(blocks) * block, reason="not_ordered")
+        return PlanMetadata(plan, lost)
 
     def fail_load(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """After an exception in `allocated`: the promise is kept as a failed load."""
-        live = self._of(request)
-        if live.has_committed:
-            return
-        track = self.planner.track(request.request_id)
-        self.planner.commit(track, (), live.local_tokens, tokens, blocks.get_block_ids()[0])
+        """After an exception in `allocated`: the promise is kept as a failed load, without the planner."""
+        live = self._live[request.request_id]
+        live.is_refused = True
+        block = self._blueprint.geometry.group.block_tokens
+        table = blocks.get_block_ids()[0][live.local_tokens // block : (live.local_tokens + tokens) // block]
+        self._lost.append((request.request_id, tuple(table)))
 
     def output(self, connector_output: Any) -> None:
         """Takes the workers' reports."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from connectors.vllm import adapt
 from kvstore.assembly import Blueprint, blueprint
 from kvstore.config import Config, describe, load
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, LayoutMismatch
 from kvstore.keys import Namespace
 from kvstore.layout import RecordGeometry
 from kvstore.snapshots import SnapshotWriter, collect_garbage, resolve_dir
@@ -90,8 +90,11 @@ def read_settings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
     problems += adapt.refusals(vllm_config, kv_cache_config, has_persistent=any(not kind.volatile for kind in kinds))
     if problems:
         raise ConfigError([f"KVStoreConnector: {problem}" for problem in problems])
-    group = adapt.group_geometry(vllm_config, kv_cache_config)
-    geometry = RecordGeometry(group, config.chunk_tokens)
+    try:
+        group = adapt.group_geometry(vllm_config, kv_cache_config)
+        geometry = RecordGeometry(group, config.chunk_tokens)
+    except LayoutMismatch as error:
+        raise ConfigError(f"KVStoreConnector: {error}") from None
     return Settings(
         config=config,
         blueprint=blueprint(config, geometry, adapt.topology(vllm_config, kv_cache_config)),

@@ -15,9 +15,15 @@ from kvstore.messages import Plan, Report
 
 @dataclass
 class PlanMetadata(KVConnectorMetadata):
-    """Scheduler to every worker, every step."""
+    """Scheduler to every worker, every step.
+
+    Attributes:
+        plan: the planner's orders.
+        lost: (request id, block ids) of promised loads that could not be ordered, to be answered as failed.
+    """
 
     plan: Plan
+    lost: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass

@@ -36,6 +36,7 @@ class WorkerSide:
         self._snapshot = settings.snapshot_writer(f"rank{rank}")
         self._is_idle = False
         self._sequence = -1
+        self._ended: set[str] = set()
         self._invalid: set[int] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvstore-worker", daemon=True)
@@ -60,9 +61,22 @@ class WorkerSide:
 
     def begin(self, metadata: Any) -> None:
         """Takes the step's plan, once."""
+        self._take(metadata)
+
+    def _take(self, metadata: Any) -> None:
         if isinstance(metadata, PlanMetadata) and metadata.plan.sequence != self._sequence:
             self._sequence = metadata.plan.sequence
+            for request_id, blocks in metadata.lost:
+                self._ended.add(request_id)
+                self._invalid.update(blocks)
             self.executor.begin(metadata.plan)
+
+    def refuse(self, metadata: Any) -> None:
+        """After an exception: whatever of the step's plan was not done is answered as failed."""
+        try:
+            self._take(metadata)
+        finally:
+            self.executor.abandon()
 
     def start_loads(self, forward_context: Any) -> None:
         """Starts loads, and delivers those from slots."""
@@ -77,7 +91,8 @@ class WorkerSide:
         """Requests whose load ended."""
         finished, invalid = self.executor.poll(wait=self._is_idle)
         self._invalid |= invalid
-        return finished
+        ended, self._ended = self._ended, set()
+        return finished | ended
 
     def invalid_blocks(self) -> set[int]:
         """Blocks of these requests that were not loaded, each once."""

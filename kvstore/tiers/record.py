@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from kvstore.codecs.raw import Raw
 from kvstore.errors import LayoutMismatch, RecordDamaged
 from kvstore.keys import FORMAT_VERSION, Namespace
 from kvstore.layout import HEADER_BYTES, RecordGeometry
@@ -38,7 +39,7 @@ from kvstore.units import align_up
 
 JSON_BYTES = HEADER_BYTES - 8
 CHECKSUM = "xxh3-128"
-CODEC = "raw"
+CODEC = Raw.name
 
 FOREIGN_KINDS = frozenset({"version", "namespace"})
 """Differences that make a record a miss: it may be whole and somebody else's, so it is not dropped."""

@@ -92,9 +92,21 @@ class Executor:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def begin(self, plan: Plan) -> None:
-        """Takes a plan. Snapshots of the last one that were not taken yet are taken now, before anything changes."""
-        if self._saves or self._writes:
-            self.take_snapshots()
+        """Takes a plan. Snapshots of the last one that were not taken yet are taken now, before anything changes.
+
+        The plan is taken even if that raises: then the caller can answer it as a whole with `abandon`.
+        """
+        try:
+            if self._saves or self._writes:
+                self.take_snapshots()
+            self._enter(plan)
+        finally:
+            self._saves.extend(plan.saves)
+            self._writes.extend(plan.writes)
+            self._fetches.extend(plan.fetches)
+            self._loads.extend(plan.loads)
+
+    def _enter(self, plan: Plan) -> None:
         space = self._space
         space.drain()
         space.generation = plan.generation
@@ -106,10 +118,6 @@ class Executor:
             acked = plan.acks[self.spec.rank]
             while self._unacknowledged and self._unacknowledged[0].sequence <= acked:
                 self._unacknowledged.popleft()
-        self._saves.extend(plan.saves)
-        self._writes.extend(plan.writes)
-        self._fetches.extend(plan.fetches)
-        self._loads.extend(plan.loads)
 
     def start_loads(self, *, has_forward: bool = True) -> None:
         """Starts the plan's reads, and copies into blocks what is in slots already."""
@@ -203,11 +211,6 @@ class Executor:
     def open_loads(self) -> int:
         """Loads that have not ended."""
         return self._loader.open
-
-    @property
-    def has_results(self) -> bool:
-        """Whether a lane has answered since the last step."""
-        return self._space.has_results
 
     def wait_results(self, timeout: float) -> None:
         """Blocks until a lane answers, at most ``timeout`` seconds."""

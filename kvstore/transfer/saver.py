@@ -19,7 +19,7 @@ class Saver:
 
     def __init__(self, workspace: Workspace) -> None:
         self._space = workspace
-        self._on_way = 0
+        self._slots_on_way = 0
         self._seal_lock = threading.Lock()
 
     def snapshot(self, save: Save) -> int:
@@ -44,7 +44,7 @@ class Saver:
         if channel is None:
             space.done.append((ticket, Outcome.UNAVAILABLE))
             return
-        if space.content[slot] != address or self._on_way >= space.spec.write_limit:
+        if space.content[slot] != address or (not space.busy[slot] and self._slots_on_way >= space.spec.write_limit):
             space.done.append((ticket, Outcome.SKIPPED))
             return
         generation, deadline = space.generation, space.clock() + WRITE_TIMEOUT
@@ -66,8 +66,8 @@ class Saver:
         def failed() -> None:
             space.post(lambda: self._written(ticket, slot, Outcome.UNAVAILABLE))
 
+        self._slots_on_way += not space.busy[slot]
         space.busy[slot] += 1
-        self._on_way += 1
         if not channel.lane.submit(run, failed, is_load=False):
             self._written(ticket, slot, Outcome.SKIPPED)
 
@@ -81,5 +81,5 @@ class Saver:
 
     def _written(self, ticket: int, slot: int, outcome: Outcome) -> None:
         self._space.busy[slot] -= 1
-        self._on_way -= 1
+        self._slots_on_way -= not self._space.busy[slot]
         self._space.done.append((ticket, outcome))

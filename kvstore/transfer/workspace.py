@@ -30,7 +30,7 @@ class ExecutorSpec:
         rank: index of the rank.
         is_writer: whether this rank writes persistent tiers (the lowest of its shard).
         geometries: one per group.
-        write_limit: lower writes that may be on their way at a time.
+        write_limit: slots that lower writes may hold at a time.
         load_timeout: seconds from the order of a load to its end.
         lane_threads: I/O threads per persistent tier.
         lane_depth: jobs that may wait per persistent tier.
