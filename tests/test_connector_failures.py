@@ -168,9 +168,26 @@ def test_a_load_whose_ordering_failed_after_it_was_ordered_ends_once(lab: Lab, m
         raise RuntimeError("a bug at the end of commit")
 
     monkeypatch.setattr(engine.planner, "commit", commit)
-    request_id = engine.generate([*PROMPT, 7])
+    release = _hold_reads(engine, monkeypatch)
+    request_id = engine.add([*PROMPT, 7])
+    waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.until(lambda: engine.scheduler.requests[request_id].status == waiting, "no load")
+    engine.step()
+    release.set()
+    engine.run()
     assert engine.workers[0].finished == [request_id]
+    assert len(engine.outputs[request_id]) == 1
     engine.settle()
+
+
+def test_a_request_whose_load_can_never_be_ordered_is_computed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.stored(PROMPT)
+    engine = lab.engine()
+    raised = _raise_in(monkeypatch, engine.planner, "commit", 1_000_000)
+    request_id = engine.generate([*PROMPT, 7])
+    assert len(raised) == 1
+    assert engine.workers[0].finished == [request_id]
+    assert engine.count("failed_tokens_total", reason="not_ordered") == 80
 
 
 @pytest.mark.parametrize("call", ["load", "save"])
@@ -184,20 +201,25 @@ def test_an_exception_in_a_copy_fails_what_was_ordered_and_no_more(
     assert len(raised) == 2
 
 
-def test_a_plan_is_answered_although_the_snapshots_left_from_the_last_one_fail(
+def test_snapshots_left_from_the_last_step_that_fail_are_dropped_and_the_new_plan_is_answered(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.stored(PROMPT)
     engine = lab.engine()
     worker = engine.workers[0]
-    # vLLM leaves the call out with speculative decoding on a pipeline stage that is not the last.
-    monkeypatch.setattr(worker.connector, "wait_for_save", lambda: None)
-    engine.generate(tok(40, 2))
-    _raise_in(monkeypatch, worker.connector.worker_side.executor._space.memory, "save", 1)
+    request_id = engine.add(tok(40, 2))
+    with monkeypatch.context() as patch:
+        # vLLM leaves the call out with speculative decoding on a pipeline stage that is not the last.
+        patch.setattr(worker.connector, "wait_for_save", lambda: None)
+        engine.until(lambda: bool(engine.outputs[request_id]))
+    raised = _raise_in(monkeypatch, worker.connector.worker_side.executor._space.memory, "save", 1)
     engine.add(tok(40, 3))
+    # The blocks of the first request are used anew in this step.
     engine.step()
-    engine.step()
+    assert len(raised) == 1
     _traffic(engine)
+    engine.generate([*tok(40, 2), 7])
+    engine.generate([*tok(40, 3), 7])
 
 
 def test_a_step_of_which_neither_a_plan_nor_its_fallback_could_be_made_is_a_step_without_orders(

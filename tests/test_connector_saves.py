@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from load_faults import disk_client
 from made_up import tok
 from stub_engine import DEADLINE, Lab, StubEngine
 
@@ -114,6 +116,31 @@ def test_bursts_after_idle_do_not_decay(lab: Lab) -> None:
     grown = [after - before for before, after in pairwise(written)]
     # Pending lower writes hold a quarter of the slots; the rest of a burst is skipped and counted.
     assert min(grown) >= 8
+
+
+def test_a_slot_that_a_write_reads_is_not_filled_under_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = lab.engine(cpu=8)
+    client, release = disk_client(engine), threading.Event()
+    write = client.write
+
+    def held(*arguments: Any) -> Any:
+        release.wait(DEADLINE)
+        return write(*arguments)
+
+    monkeypatch.setattr(client, "write", held)
+    for number in range(4):
+        engine.generate(tok(129, number))
+    release.set()
+    engine.settle()
+    assert engine.count("skipped_chunks_total", tier="cpu", reason="slot_busy") > 0
+    lab.end(engine)
+    assert len(lab.files()) >= 2
+    engine = lab.engine()
+    for number in range(4):
+        engine.generate(tok(129, number))
+    engine.settle()
+    assert engine.count("failed_tokens_total") == 0
+    assert engine.count("delivered_tokens_total") >= 16
 
 
 def _side(engine: StubEngine) -> Any:
