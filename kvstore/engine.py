@@ -69,7 +69,7 @@ class Store:
         self._arena: SlotArena = self.blueprint.arena()
         self._executor = self.blueprint.executor(0, self._arena, self.counters)
         self._executor.register(memory)
-        self._prober = self.blueprint.prober(self.counters, lambda: namespace)
+        self._prober = self.blueprint.prober(Counters(), lambda: namespace)
         self._lock = threading.RLock()
         self._next_request = 0
         self._is_open = True

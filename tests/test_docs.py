@@ -210,7 +210,7 @@ def test_the_operations_document_names_reasons_and_events_of_the_code() -> None:
     events = _SPAN.findall("".join(re.findall(r"^\| .*", text.split("## Log lines")[1].split("## ")[0], re.MULTILINE)))
     reasons = re.findall(r"^\| `(\w+)` \|", text.split("| miss reason |")[1].split("\n## ")[0], re.MULTILINE)
     assert len(events) > 8
-    assert len(reasons) == 7
+    assert len(reasons) == 10
     for name in events:
         assert f'"{name}' in code, f"nothing logs {name}"
     for name in reasons:

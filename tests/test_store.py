@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_a_restart_finds_on_disk_what_was_reported_stored(lab: StoreLab) -> None
     assert again.lookup([*PROMPT, 5]) == 80
     assert lab.loaded(again, PROMPT) == 80
     assert again.counters.value("delivered_tokens_total", tier="disk") == 80
+
+
+def test_a_hit_from_slots_or_disk_marks_the_records_as_used_head_last(lab: StoreLab) -> None:
+    with lab.store() as store:
+        lab.save(store, PROMPT)
+        files = [next(lab.root.rglob(f"{address.hex()}.safetensors")) for address in store.addresses(PROMPT)]
+        for file in files:
+            os.utime(file, ns=(0, 0))
+        assert lab.loaded(store, PROMPT) == 80
+        deadline = time.monotonic() + 30
+        while not all(file.stat().st_mtime_ns for file in files):
+            assert time.monotonic() < deadline, "a hit did not mark its records"
+            time.sleep(0.005)
+        times = [file.stat().st_mtime_ns for file in files]
+        assert times == sorted(times, reverse=True) and len(set(times)) == 5
 
 
 def test_a_prefix_is_found_and_another_continuation_is_not(lab: StoreLab) -> None:

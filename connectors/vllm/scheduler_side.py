@@ -14,7 +14,7 @@ from connectors.vllm import adapt
 from connectors.vllm.requests import LiveRequest
 from connectors.vllm.settings import Settings, digest_cache, log, log_start
 from connectors.vllm.wire import HandshakeMetadata, PlanMetadata, ReportMetadata
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.keys import Addresser, Namespace
 from kvstore.messages import Plan
 from kvstore.metrics import Counters
@@ -45,8 +45,7 @@ class SchedulerSide:
         self._is_detached = False
         self._lost: list[tuple[str, tuple[int, ...]]] = []
         if not settings.has_persistent:
-            # Slots die with this process, so any weights identity of its own will do.
-            self._namespace = settings.namespace(f"private:{secrets.token_hex(16)}")
+            self._namespace = self._private()
         self._snapshot = settings.snapshot_writer("scheduler")
         self._prober = self._blueprint.prober(Counters(), self._resolve, self._publish)
         log_start(settings)
@@ -54,10 +53,19 @@ class SchedulerSide:
 
     def _resolve(self) -> Namespace:
         """On the prober's thread."""
-        if self._namespace is None:
-            self._namespace = self.settings.namespace(adapt.digest_of_weights(self._vllm_config, digest_cache()))
-            log.info("kvstore.namespace digest=%s", self._namespace.ns16)
+        try:
+            weights = adapt.digest_of_weights(self._vllm_config, digest_cache())
+        except KVStoreError:
+            # Persistent tiers stay closed; slots work all the same.
+            self._namespace = self._private()
+            raise
+        self._namespace = self.settings.namespace(weights)
+        log.info("kvstore.namespace digest=%s", self._namespace.ns16)
         return self._namespace
+
+    def _private(self) -> Namespace:
+        """A namespace of this process alone: slots die with it, so any weights identity of its own will do."""
+        return self.settings.namespace(f"private:{secrets.token_hex(16)}")
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -116,12 +124,18 @@ class SchedulerSide:
         """vLLM's ``update_state_after_alloc``: a positive count commits, and is the one that counts."""
         live = self._of(request)
         track = self.planner.track(request.request_id)
-        self.planner.admit(track, request.num_tokens, live.local_tokens, tokens)
+        self.planner.admit(track, request.num_tokens, live.local_tokens, tokens, self._unasked(live))
         if tokens <= 0 or self._addresser is None:
             return
         addresses = live.addresses(self._addresser, self._hashes_per_chunk)
         self.planner.commit(track, addresses, live.local_tokens, tokens, blocks.get_block_ids()[0])
         self._prober.touch(addresses[: -(-(live.local_tokens + tokens) // self._chunk)])
+
+    def _unasked(self, live: LiveRequest) -> str:
+        """Why a request that was never looked up was not."""
+        if live.barred:
+            return live.barred
+        return "not_open" if self._addresser is None else "filtered"
 
     # -- step -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ class Accounts:
         self._slot_name = self._names[slot_tier] if slot_tier >= 0 else "staging"
         self._counters = counters
 
-    def admitted(self, track: Track, tokens: int, local: int, promised: int, match: Match | None) -> None:
+    def admitted(self, track: Track, tokens: int, local: int, promised: int, match: Match) -> None:
         """A request of ``tokens`` tokens starts with ``local`` engine tokens and ``promised`` of ours; once each.
 
         The rest is counted as missed: what lies behind the last full chunk (or is the one token that must be
@@ -34,7 +34,7 @@ class Accounts:
         add("local_tokens_total", local)
         left = promised
         first = local
-        for tier in match.tiers if match is not None and promised else ():
+        for tier in match.tiers if promised else ():
             end = (first // self._chunk + 1) * self._chunk
             part = min(left, end - first)
             if part > 0:
@@ -46,10 +46,12 @@ class Accounts:
         if missed <= 0:
             return
         covered = local + promised
-        reason = match.reason if match is not None and match.reason else "filtered"
+        reason = match.reason or "partial_chunk"
         tail = min(missed, tokens - max(covered, (tokens - 1) // self._chunk * self._chunk))
-        if reason in ("partial_chunk", "filtered"):
-            tail = missed if reason == "partial_chunk" else 0
+        if reason == "partial_chunk":
+            tail = missed
+        elif track.answered is None:
+            tail = 0
         if tail:
             add("miss_tokens_total", tail, reason="partial_chunk")
         if missed - tail:

@@ -145,8 +145,9 @@ class Orders:
         """Takes every batch that was not taken before."""
         for batch in report.batches:
             if batch.sequence > self._acks[report.rank]:
-                self._acks[report.rank] = batch.sequence
+                # Acknowledged only afterwards: after an exception it comes again, and what was taken is ignored.
                 self._take_batch(batch, 1 << report.rank)
+                self._acks[report.rank] = batch.sequence
 
     def _take_batch(self, batch: Batch, rank: int) -> None:
         state = self._state

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvstore.planner.lookup import Lookup
 from kvstore.planner.state import State
-from kvstore.planner.tracks import Track
+from kvstore.planner.tracks import Match, Track
 
 
 class Requests:
@@ -43,6 +43,10 @@ class Requests:
         """Number of requests with a track."""
         return len(self._tracks)
 
-    def admit(self, track: Track, tokens: int, local_tokens: int, promised: int) -> None:
-        """The engine admitted the request: counts it, once, with what its last answer said."""
-        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.answered)
+    def admit(self, track: Track, tokens: int, local_tokens: int, promised: int, unasked: str = "filtered") -> None:
+        """The engine admitted the request: counts it, once, with what its last answer said.
+
+        Args:
+            unasked: the reason of its misses if it never asked.
+        """
+        self.state.accounts.admitted(track, tokens, local_tokens, promised, track.answered or Match(0, reason=unasked))

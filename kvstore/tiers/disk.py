@@ -262,7 +262,7 @@ class DiskTier(Tier):
     def touch(self, addresses: Sequence[bytes]) -> None:
         """See `Tier.touch`. Each record's time is set at most once in 10 minutes; a failure is counted, no more."""
         tree = self._tree
-        if tree is None or not self._is_writer:
+        if tree is None or self._config.read_only:
             return
         touch(self._calls, tree, addresses, self._now_ns(), self._failed)
 

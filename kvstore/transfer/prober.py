@@ -186,7 +186,7 @@ class Prober:
         try:
             if self._resolved is None:
                 self._resolved = self._scopes()
-        except TierUnavailable as error:
+        except (TierUnavailable, ConfigError) as error:
             log.warning("prober.no_namespace reason=%s", error)
             self._next_try = float("inf")
             return
