@@ -109,6 +109,61 @@ def _hit_row(tier: str, own: Sequence[float], ours: Sequence[float], move: float
     )
 
 
+def _visible_row(engine: EngineProcess, prompts: Sequence[Sequence[int]], store: Store) -> Row:
+    """From the answer to a one-token request until the last of its chunks has its name, with no step in between."""
+    times = []
+    for number, prompt in enumerate(prompts, start=2):
+        engine.generate(prompt, 1)
+        begun = time.perf_counter()
+        wait_for_records(store.disk, CHUNKS * number)
+        times.append(time.perf_counter() - begun)
+    slowest = max(times) * 1e3
+    return Row(
+        f"{CHUNKS} files visible after a one-token request on an idle engine, slowest of {len(times)}", slowest, "ms",
+        bar=200.0, ok=slowest < 200.0,
+    )  # fmt: skip
+
+
+def step_row() -> Row:
+    """The scheduler's hook in a step of 32 decoding requests with nothing to save or load."""
+    from types import SimpleNamespace
+
+    from connectors.vllm.scheduler_side import SchedulerSide
+    from connectors.vllm.settings import Settings
+    from kvstore.assembly import blueprint
+    from kvstore.config import parse
+    from kvstore.layout import GroupGeometry, LayerGeometry, RecordGeometry
+    from kvstore.tiers.base import tier_types
+
+    layer = LayerGeometry("layer", "float32", "HNC", (4, 32, 64), 32768)
+    geometry = RecordGeometry(GroupGeometry(0, "full_attention", 32, "LBHNC", (layer,)), 32)
+    config = parse(
+        "chunk_tokens: 32\ntiers: [{type: cpu, capacity: 64MiB}]\nstats: {snapshot_dir: 'off'}\n", tier_types()
+    )
+    settings = Settings(config, blueprint(config, geometry), {"model": "bench"}, True, True, "bench", "bench")
+    side = SchedulerSide(SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None)), settings, 32)
+    side.kv_cache_manager = SimpleNamespace(get_block_ids=lambda _name: ([*range(1, 5)],))
+    requests = [
+        SimpleNamespace(
+            request_id=f"r{i}", block_hashes=[os.urandom(32) for _ in range(4)], num_tokens=140, num_prompt_tokens=130,
+            num_computed_tokens=139, lora_request=None, mm_features=[],
+        )
+        for i in range(32)
+    ]  # fmt: skip
+    for request in requests:
+        side.new_request(request)
+    step = SimpleNamespace(num_scheduled_tokens={r.request_id: 1 for r in requests}, has_sync_kv_loads=False)
+    side.build_plan(step)
+    times = []
+    for _turn in range(2000):
+        begun = time.perf_counter()
+        side.build_plan(step)
+        times.append(time.perf_counter() - begun)
+    side.close()
+    value = statistics.median(times) * 1e6
+    return Row("scheduler step with nothing to do, 32 decoding requests", value, "us", bar=50.0, ok=value < 50.0)
+
+
 def hit_rows() -> list[Row]:
     """Two engines in turn: one with slots and disk, one with the disk alone."""
     rows = []
@@ -120,20 +175,20 @@ def hit_rows() -> list[Row]:
             folder / "model", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, vocab=VOCAB, seed=7,
             dtype=DTYPE,
         )  # fmt: skip
-        prompt = make_prompts(model, 1, PROMPT_TOKENS)[0]
+        prompt, *others = make_prompts(model, 1 + harness.ROUNDS, PROMPT_TOKENS)
         for tier in ("cpu", "disk"):
             store = Store.under(folder / tier)
             if tier == "disk":
                 store.settings.write_text(_DISK_ONLY.format(block=BLOCK_TOKENS, disk=store.disk, stats=store.stats))
             log = folder / f"engine-{tier}.log"
             with EngineProcess(engine_arguments(model, store), engine_environment(os.environ), log) as engine:
-                engine.generate(prompt, 1)
-                if tier == "disk":
-                    engine.generate(prompt, 8)
+                engine.generate(prompt, 8)
                 wait_for_records(store.disk, CHUNKS)
                 own, ours = _alternate(engine, prompt, store, tier)
+                if tier == "cpu":
+                    rows.append(_visible_row(engine, others, store))
             files = sorted(store.disk.rglob("*.safetensors"))
-            size = sum(path.stat().st_size for path in files)
+            size = CHUNKS * files[0].stat().st_size
             if tier == "cpu":
                 rows.append(_hit_row(tier, own, ours, _copy_seconds(size), "plain copy"))
             else:
@@ -143,7 +198,11 @@ def hit_rows() -> list[Row]:
 
 def build_rows() -> list[Row]:
     """All rows."""
-    return [*harness.run("planner", planner_rows.rows), *harness.run("hits on a real engine", hit_rows)]
+    return [
+        *harness.run("planner", planner_rows.build_rows),
+        *harness.run("scheduler side", step_row),
+        *harness.run("hits on a real engine", hit_rows),
+    ]
 
 
 if __name__ == "__main__":
