@@ -32,6 +32,8 @@ from kvstore.tiers.tools import Verdict
 from kvstore.units import MIB, PAGE
 
 PIECE_BYTES = 4 * MIB
+MAX_DEPTH = 32
+"""Levels of a namespace's description, so that whoever walks it needs no limit of its own."""
 _LAYERS = re.compile(r"[0-9]{1,9}x[0-9]{1,13}(,[0-9]{1,9}x[0-9]{1,13})*", re.ASCII)
 
 
@@ -201,11 +203,7 @@ def _differing_geometry(found: Mapping[str, str], fields: Mapping[str, Any]) -> 
         if found[key] != str(group.get(key)):
             return key
     whole = {"group": group, "chunk_tokens": int(found["chunk_tokens"]), "shard": found["shard"]}
-    try:
-        text = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    except RecursionError:
-        return "geometry"
-    return "" if hashlib.sha256(text.encode()).hexdigest() == found["geometry"] else "geometry"
+    return "" if hashlib.sha256(_canonical(whole)).hexdigest() == found["geometry"] else "geometry"
 
 
 def parse_namespace(text: bytes, digits: str) -> Mapping[str, Any]:
@@ -223,8 +221,17 @@ def parse_namespace(text: bytes, digits: str) -> Mapping[str, Any]:
         raise RecordDamaged("description", f"describes namespace {digest[: len(digits)]}, or is damaged")
     try:
         fields = json.loads(text)
+        if not isinstance(fields, dict) or _is_deeper(fields, MAX_DEPTH) or _canonical(fields) != text:
+            raise ValueError("not the canonical JSON of an object")
     except (ValueError, RecursionError) as error:
         raise RecordDamaged("description", str(error)) from None
-    if not isinstance(fields, dict):
-        raise RecordDamaged("description", "not an object")
     return fields
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inner)

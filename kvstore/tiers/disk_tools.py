@@ -14,6 +14,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -78,7 +79,8 @@ class DiskTools(TierTools):
             tools = cls(file.parents[4])
             parts = file.relative_to(file.parents[4]).parts
             if is_record_path(parts):
-                return tools._inspect(parts)
+                found = tools._inspect(parts)
+                return replace(found, finding=replace(found.finding, place=str(file)))
         calls = OsCalls()
         match = RECORD_NAME.fullmatch(file.name)
         try:
