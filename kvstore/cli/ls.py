@@ -265,7 +265,8 @@ class Difference:
             if by_field[name] <= _MAX_PATHS:
                 kept.append(row)
         more = [f"  and {number - _MAX_PATHS} more in {n}" for n, number in by_field.items() if number > _MAX_PATHS]
-        head = f"\n{clean(self.model)}: {count(len(self.namespaces), 'namespace')}, {count(len(by_field), 'field')} different"
+        spaces, fields = count(len(self.namespaces), "namespace"), count(len(by_field), "field")
+        head = f"\n{clean(self.model)}: {spaces}, {fields} different"
         return [head, *columns(("field", *self.namespaces), kept), *map(clean, more)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -54,7 +55,7 @@ class DiskTools(TierTools):
         self._now = now
         self._checker = RecordChecker(self._calls)
         self._walk = StoreWalk(path, self._calls, now)
-        self._described: dict[str, Mapping[str, object]] = {}
+        self._described: dict[str, tuple[Mapping[str, object], str]] = {}
 
     @classmethod
     def of(cls, settings: DiskConfig) -> Self:
@@ -115,17 +116,17 @@ class DiskTools(TierTools):
             text = self._walk.small(open_directory(self._calls, name, self._walk.root), EPOCH_FILE, 16)
         epoch = "" if text is None else text.decode("ascii", "replace")
         digits = name[-16:]
-        return StoredNamespace(name, digits, self._fields(name), epoch if EPOCH_NAME.fullmatch(epoch) else "")
+        return StoredNamespace(name, digits, self._description(name)[0], epoch if EPOCH_NAME.fullmatch(epoch) else "")
 
-    def _fields(self, name: str) -> Mapping[str, object]:
+    def _description(self, name: str) -> tuple[Mapping[str, object], str]:
+        """A namespace's fields, and its digest in hex; without a valid description no fields and 16 digits."""
         if name not in self._described:
-            try:
-                text = self._walk.small(
-                    open_directory(self._calls, name, self._walk.root), NAMESPACE_FILE, MAX_NAMESPACE_BYTES
-                )
-                self._described[name] = {} if text is None else parse_namespace(text, name[-16:])
-            except (OSError, RecordDamaged):
-                self._described[name] = {}
+            self._described[name] = {}, name[-16:]
+            with contextlib.suppress(OSError, RecordDamaged):
+                directory = open_directory(self._calls, name, self._walk.root)
+                text = self._walk.small(directory, NAMESPACE_FILE, MAX_NAMESPACE_BYTES)
+                if text is not None:
+                    self._described[name] = parse_namespace(text, name[-16:]), hashlib.sha256(text).hexdigest()
         return self._described[name]
 
     def records(self, namespace: str = "") -> Iterator[StoredRecord | Finding]:
@@ -134,9 +135,8 @@ class DiskTools(TierTools):
 
     def verify(self) -> Iterator[Finding]:
         """See `TierTools.verify`. Records of every epoch, also of those that nobody uses any more."""
-        for namespace in self.namespaces():
-            if finding := self._check_description(namespace.name):
-                yield finding
+        with contextlib.suppress(TierUnavailable):  # the listing says so too
+            yield from filter(None, [self._check_description(namespace.name) for namespace in self.namespaces()])
         for item in self.records():
             if isinstance(item, Finding):
                 yield item
@@ -164,9 +164,8 @@ class DiskTools(TierTools):
     def _check(self, record: StoredRecord) -> tuple[Finding, Checked | None] | None:
         """The finding for a record; None if it vanished."""
         *above, name = record.place.split("/")
-        expected = Expected(
-            record.address, record.namespace[-16:], record.shard, self._walk.owner, self._fields(record.namespace)
-        )
+        fields, digest = self._description(record.namespace)
+        expected = Expected(record.address, digest, record.shard, self._walk.owner, fields)
         try:
             checked = self._checker.check(name, self._walk.directory(tuple(above)).fd, expected)
         except NOT_THERE:
