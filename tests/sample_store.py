@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,18 +89,15 @@ class LookingCalls(OsCalls):
         return super().open(name, flags, mode, dir_fd)
 
 
-class VanishingCalls(OsCalls):
-    """An operating system under which ``paths`` vanish as soon as they were looked at."""
+class BusyCalls(OsCalls):
+    """An operating system under which something happens to ``paths`` as soon as they were looked at by name."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], happens: Callable[[Path], object] = Path.unlink) -> None:
         self.paths = {path.name: path for path in paths}
+        self.happens = happens
 
     def stat(self, target: str | int, dir_fd: int | None = None) -> os.stat_result:
         status = super().stat(target, dir_fd)
         if isinstance(target, str) and target in self.paths:
-            self.paths.pop(target).unlink()
+            self.happens(self.paths.pop(target))
         return status
-
-
-def ago(seconds: float) -> float:
-    return time.time() - seconds

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from disk_faults import Bench, read, write
-from sample_store import ALPHA, BETA, NOW, Sample, command, make_sample, other_weights, state
+from sample_store import ALPHA, BETA, NOW, BusyCalls, Sample, command, make_sample, other_weights, state
 
 from kvstore.cli import main
+from kvstore.cli.clear import clear
 from kvstore.cli.document import JsonWriter
+from kvstore.cli.stores import OpenStore
 from kvstore.errors import TierUnavailable
 from kvstore.messages import Outcome
 from kvstore.testing.tier_suite import sample_scope
@@ -34,6 +36,10 @@ def config_of(sample: Sample, directory: Path) -> Path:
 
 
 def test_b136_ls_tells_what_is_there_by_model_and_namespace(sample: Sample) -> None:
+    hollow, size = sample.records()[0], sample.records()[0].stat().st_size
+    os.truncate(hollow, 4096)
+    os.truncate(hollow, size)
+    os.utime(hollow, (NOW, NOW))
     before = state(sample.root)
     done = command("ls", sample.root, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -213,6 +219,22 @@ def test_clear_by_age_goes_by_the_last_use(sample: Sample) -> None:
     assert sample.records() == records[1:]
 
 
+def test_a_record_that_is_used_while_old_ones_are_cleared_is_kept(sample: Sample) -> None:
+    used = sample.records()[2]
+    tools = DiskTools(sample.root, BusyCalls([used], happens=lambda path: os.utime(path, (NOW + 60, NOW + 60))))
+    (space,) = (space for space in tools.namespaces() if space.model == "alpha/model")
+    cleared = clear(OpenStore("any", tools), space, NOW + 30, remove=True)
+    assert (cleared.records, cleared.removed, cleared.failure) == (5, 4, "")
+    assert sample.records() == [used]
+
+
+def test_a_use_in_the_future_counts_as_now(sample: Sample) -> None:
+    for path in sample.bench.records():
+        os.utime(path, (NOW + 10**6, NOW + 10**6))
+    tools = DiskTools(sample.root, now=lambda: NOW + 5.0)
+    assert {item.used_at for item in tools.records() if isinstance(item, StoredRecord)} == {NOW + 5.0}
+
+
 def test_what_was_used_or_replaced_since_it_was_listed_is_kept(sample: Sample) -> None:
     tools = DiskTools(sample.root, now=lambda: NOW + 100)
     used, replaced, gone, old, _ = (item for item in tools.records() if item.namespace.endswith(ALPHA.namespace.ns16))
@@ -220,6 +242,7 @@ def test_what_was_used_or_replaced_since_it_was_listed_is_kept(sample: Sample) -
     content = (sample.root / replaced.place).read_bytes()
     (sample.root / ".new").write_bytes(content)
     (sample.root / ".new").rename(sample.root / replaced.place)
+    os.utime(sample.root / replaced.place, (NOW, NOW))
     (sample.root / gone.place).unlink()
     assert [tools.remove(record, NOW + 50) for record in (used, replaced, gone, old)] == [False, False, False, True]
     assert [(sample.root / r.place).exists() for r in (used, replaced, gone, old)] == [True, True, False, False]
