@@ -64,16 +64,16 @@ def test_b136_ls_tells_what_is_there_by_model_and_namespace(sample: Sample) -> N
     assert state(sample.root) == before
 
 
-def test_b136_a_missing_store_is_no_empty_store(tmp_path: Path) -> None:
+def test_b136_a_missing_store_is_no_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "other")
     for name in ("none", "other", "other/file", "link"):
         for arguments in (["ls"], ["verify"], ["clear", "--yes"]):
-            done = command(*arguments, tmp_path / name, "--json")
-            assert done.returncode == 2
-            assert json.loads(done.stdout)["stores"] == []
-            assert done.stderr.startswith(f"kvstore: {tmp_path / name}: ")
+            assert main([*arguments, str(tmp_path / name), "--json"]) == 2
+            shown = capsys.readouterr()
+            assert json.loads(shown.out)["stores"] == []
+            assert shown.err.startswith(f"kvstore: {tmp_path / name}: ")
     assert (tmp_path / "other" / "file").read_text() == "mine"
 
 
