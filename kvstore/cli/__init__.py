@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from kvstore import __version__
-from kvstore.cli import stats
+from kvstore.cli import clear, inspect, ls, stats, verify
 from kvstore.errors import KVStoreError
 
 OK = 0
@@ -21,7 +21,8 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0 done, 2 wrong usage or nothing found, 130 interrupted.
+    """Runs the command line; returns the exit status: 0 done, 1 damage found, 2 wrong usage or nothing
+    found, 130 interrupted.
 
     Args:
         arguments: without the program's name; those of this process for None.
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    stats.add_command(commands)
+    for command in (stats, ls, verify, inspect, clear):
+        command.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         status = int(options.run(options))

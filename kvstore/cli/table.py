@@ -10,10 +10,9 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import Any
 
+from kvstore.cli.columns import BOLD, NONE, RED, clean, paint
 from kvstore.units import format_bytes, format_seconds
 
-NONE = "-"
-_BOLD, _RED, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 _MAX_COLUMN = 44
 
 
@@ -47,9 +46,9 @@ def _header(report: Mapping[str, Any], colour: bool) -> str:
     engine = report["engine"]
     life = "alive" if report["alive"] else "ended"
     age = format_seconds(report["age_seconds"])
-    title = f"{_clean(engine.get('model') or 'unknown model')}  instance {_clean(report['instance'])}"
+    title = f"{clean(engine.get('model') or 'unknown model')}  instance {clean(report['instance'])}"
     facts = "  ".join(
-        f"{label} {_clean(engine[key])}"
+        f"{label} {clean(engine[key])}"
         for label, key in (
             ("namespace", "namespace"),
             ("chunk", "chunk_tokens"),
@@ -58,15 +57,15 @@ def _header(report: Mapping[str, Any], colour: bool) -> str:
         )
         if engine.get(key) is not None
     )
-    state = _paint(life, _RED, colour and not report["alive"])
-    return f"{_paint(title, _BOLD, colour)}  {state}, snapshot {age} old\n{facts or 'no engine is described'}"
+    state = paint(life, RED, colour and not report["alive"])
+    return f"{paint(title, BOLD, colour)}  {state}, snapshot {age} old\n{facts or 'no engine is described'}"
 
 
 def _grid(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
     if not tiers:
         return ["", "no tiers: nothing is kept"]
-    lines = [["", *(_clean(tier["name"]) for tier in tiers)]]
-    lines += [[label, *(_clean(cell(tier)) for tier in tiers)] for label, cell in _ROWS]
+    lines = [["", *(clean(tier["name"]) for tier in tiers)]]
+    lines += [[label, *(clean(cell(tier)) for tier in tiers)] for label, cell in _ROWS]
     wrapped = [[wrap(cell, _MAX_COLUMN) or [""] for cell in line] for line in lines]
     widths = [max(len(text) for line in wrapped for text in line[column]) for column in range(len(tiers) + 1)]
     shown = ["", "", "  ".join("-" * width for width in widths)]
@@ -79,17 +78,17 @@ def _grid(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _totals(report: Mapping[str, Any], colour: bool) -> list[str]:
     tokens, copies = report["tokens"], report["copies"]
-    verdict = "" if tokens["adds_up"] else "  " + _paint("MISMATCH", _RED, colour)
+    verdict = "" if tokens["adds_up"] else "  " + paint("MISMATCH", RED, colour)
     lines = [
         "",
         f"engine-local tokens  {share(tokens['local'])}",
-        f"misses by reason     {_clean(reasons(tokens['misses_by_reason']))}",
+        f"misses by reason     {clean(reasons(tokens['misses_by_reason']))}",
         f"block copies         in {rate(copies['in'])}, out {rate(copies['out'])}",
         f"queried = local + hits + misses: {tokens['queried']} = {tokens['local']['value']} + "
         f"{tokens['hits']['value']} + {tokens['misses']['value']}{verdict}",
     ]
     if report["hook_errors"]:
-        lines.append(_paint(f"errors in hooks      {_clean(reasons(report['hook_errors']))}", _RED, colour))
+        lines.append(paint(f"errors in hooks      {clean(reasons(report['hook_errors']))}", RED, colour))
     if report["probe_timeouts"]:
         lines.append(f"probe timeouts       {report['probe_timeouts']}")
     return lines
@@ -125,11 +124,3 @@ _ROWS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("errors", lambda tier: reasons(tier["errors"])),
     ("notes", lambda tier: ", ".join(tier["notes"]) or NONE),
 )
-
-
-def _clean(text: object) -> str:
-    return "".join(character if character.isprintable() else "?" for character in str(text))
-
-
-def _paint(text: str, code: str, colour: bool) -> str:
-    return f"{code}{text}{_RESET}" if colour else text

@@ -21,6 +21,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import RecordGeometry
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
+from kvstore.tiers.tools import TierTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class TierType:
             for the prober's client, which never changes the tier but for publishing an epoch.
         capacity_bytes: the configured capacity, for the planner and for people.
         threads: I/O threads of the tier's lane in one executor.
+        tools: what ``kvstore ls`` and its kin open a store with; None for a tier that keeps nothing between engines.
     """
 
     name: str
@@ -141,6 +143,7 @@ class TierType:
     capacity_bytes: Callable[[Any], int]
     make: Callable[[Any, Counters, bool], Tier] | None = None
     threads: int = 2
+    tools: type[TierTools] | None = None
 
 
 def tier_types() -> Mapping[str, TierType]:
