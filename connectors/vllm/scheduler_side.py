@@ -47,7 +47,8 @@ class SchedulerSide:
         if not settings.has_persistent:
             self._namespace = self._private()
         self._snapshot = settings.snapshot_writer("scheduler")
-        self._prober = self._blueprint.prober(Counters(), self._resolve, self._publish)
+        self._probed = Counters()
+        self._prober = self._blueprint.prober(self._probed, self._resolve, self._publish)
         log_start(settings)
         self._prober.start()
 
@@ -239,7 +240,10 @@ class SchedulerSide:
             else:
                 row["state"] = "closed"
             tiers.append(row)
-        self._snapshot.publish({"engine": self._engine(), "tiers": tiers, "counters": self.counters.snapshot()})
+        counters = Counters()
+        counters.merge(self.counters.snapshot())
+        counters.merge(self._probed.snapshot())
+        self._snapshot.publish({"engine": self._engine(), "tiers": tiers, "counters": counters.snapshot()})
 
     def _engine(self) -> dict[str, Any]:
         geometry = self._blueprint.geometry

@@ -139,8 +139,12 @@ class DiskTier(Tier):
             return Outcome.MISS
         except OSError as error:
             return self._failed(error)
-        is_whole = status is not None and not trouble(status) and status.st_size == size
-        return Outcome.HIT if is_whole else Outcome.MISS
+        if status is None:
+            return Outcome.MISS
+        kind = trouble(status) or ("" if status.st_size == size else "size")
+        if kind:
+            self._count("missed_records", reason=kind)
+        return Outcome.MISS if kind else Outcome.HIT
 
     def read(self, addresses: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
         """See `Tier.read`. The deadline is looked at every 8 MiB."""
