@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterator
 
 from kvstore.tiers.disk_draft import Directory, make_directory, open_directory
-from kvstore.tiers.disk_space import RECORD_NAME
+from kvstore.tiers.disk_files import trouble
+from kvstore.tiers.disk_names import RECORD_NAME, record_name
 from kvstore.tiers.os_calls import OsCalls
 
 FANS = tuple(f"{byte:02x}" for byte in range(256))
@@ -52,6 +53,22 @@ class Tree:
             return None
         self._open[fan] = directory
         return directory
+
+    def holds(self, address: bytes, size: int) -> bool:
+        """Whether a regular file of ours of ``size`` bytes has the name of an address; one ``stat``.
+
+        Raises:
+            OSError: it could not be looked at.
+        """
+        fan, name = record_name(address)
+        directory = self.directory(fan, make=False)
+        if directory is None:
+            return False
+        try:
+            status = self._calls.stat(name, directory.fd)
+        except FileNotFoundError:
+            return False
+        return not trouble(status) and status.st_size == size
 
     def forget_removed(self, fan: str) -> bool:
         """Lets go of a directory that was removed, so that the next use makes it anew; whether it was."""
