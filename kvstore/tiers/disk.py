@@ -206,16 +206,19 @@ class DiskTier(Tier):
         started, limit = self._clock(), Limit(deadline, lambda: self._clock() >= deadline)
         outcomes = []
         now_ns = self._now_ns()
-        uses = used_ns or [now_ns - index for index in range(len(addresses))]
+        uses: Sequence[int | None] = [min(used, now_ns) for used in used_ns]
+        if not uses:
+            # One record alone keeps the kernel's time.
+            uses = [now_ns - n for n in range(len(addresses))] if len(addresses) > 1 else [None] * len(addresses)
         for address, buffer, used in zip(addresses, buffers, uses, strict=True):
             if not opened.format.is_sealed_for(address, buffer):
                 raise ContractError(f"the buffer is not sealed for {address.hex()}")
-            outcomes.append(self._write_one(opened.writer, tree, address, buffer, min(used, now_ns), limit))
+            outcomes.append(self._write_one(opened.writer, tree, address, buffer, used, limit))
         self._count("write_seconds", self._clock() - started)
         return outcomes
 
     def _write_one(
-        self, writer: RecordWriter, tree: Tree, address: bytes, buffer: memoryview, used_ns: int, limit: Limit
+        self, writer: RecordWriter, tree: Tree, address: bytes, buffer: memoryview, used_ns: int | None, limit: Limit
     ) -> Outcome:
         if limit.expired():
             return Outcome.TIMEOUT

@@ -21,7 +21,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import xxhash
 
@@ -82,19 +82,23 @@ class Books:
         totals: meaningless while not ``is_exact``, but for ``members``.
         is_exact: whether they are what lies on the disk.
         is_foreign: whether they are whole, but of another boot or directory.
+        removed: descriptors of removed files, closed when the lock is free again. Giving back a file's blocks takes
+            up to 5 ms (ext4 with ``discard``), removing its name 30 us; the kernel does the former with the last
+            descriptor, also of a process that was killed.
     """
 
-    __slots__ = ("_calls", "_fd", "_on_disk", "_place", "is_exact", "is_foreign", "totals")
+    __slots__ = ("_calls", "_fd", "_is_clean", "_on_disk", "_place", "is_exact", "is_foreign", "removed", "totals")
 
     def __init__(self, calls: OsCalls, fd: int, place: bytes) -> None:
         self._calls = calls
         self._fd = fd
         self._place = place
+        self.removed: list[int] = []
         self._on_disk = read_exactly(calls, fd, _FILE_BYTES)
         found = _parse(self._on_disk)
         self.totals, is_dirty, written_at = found or (Totals(), True, place)
         self.is_foreign = not is_dirty and written_at != place
-        self.is_exact = not is_dirty and not self.is_foreign
+        self.is_exact = self._is_clean = not is_dirty and not self.is_foreign
 
     def doubt(self) -> None:
         """Marks the ledger dirty before something that a kill could cut short.
@@ -103,9 +107,8 @@ class Books:
             OSError: it could not be marked.
         """
         self.is_exact = False
-        found = _parse(self._on_disk)
         # What is torn, foreign or dirty already is counted anew without a mark; a full disk may not take one.
-        if found is not None and not found[1] and found[2] == self._place:
+        if self._is_clean:
             self.write()
 
     def trust(self) -> None:
@@ -118,11 +121,15 @@ class Books:
         Raises:
             OSError: the ledger says what it said before.
         """
-        fields = _FIELDS.pack(_MAGIC, self._place, not self.is_exact, *astuple(self.totals))
+        t = self.totals
+        fields = _FIELDS.pack(
+            _MAGIC, self._place, not self.is_exact,
+            t.used, t.claimed, t.records, t.added, t.removed, t.removed_records, t.members,
+        )  # fmt: skip
         content = with_checksum(fields)
         if content != self._on_disk:
             write_exactly(self._calls, self._fd, content)
-            self._on_disk = content
+            self._on_disk, self._is_clean = content, self.is_exact
 
 
 def _parse(content: bytes) -> tuple[Totals, bool, bytes] | None:
@@ -160,6 +167,7 @@ class Ledger:
         self._sleep = sleep
         self._threads = threading.Lock()
         self._place = _place(calls, root)
+        self._file: Directory | None = None
         self._has_failed = False
 
     @property
@@ -176,7 +184,7 @@ class Ledger:
 
     def close(self) -> None:
         """Lets go of the root; who uses it keeps it until the end."""
-        self._root = None
+        self._root = self._file = None
 
     @contextlib.contextmanager
     def locked(self, until: float) -> Iterator[Books]:
@@ -191,10 +199,12 @@ class Ledger:
         """
         if not self._threads.acquire(timeout=max(0.0, min(until - self._clock(), threading.TIMEOUT_MAX))):
             raise LedgerLocked
+        removed: list[int] = []
         try:
-            fd = self._open_locked(until)
+            file = self._lock_file(until)
             try:
-                books = Books(self._calls, fd, self._place)
+                books = Books(self._calls, file.fd, self._place)
+                removed = books.removed
                 if self._has_failed:
                     books.doubt()
                 try:
@@ -206,32 +216,34 @@ class Ledger:
                     self._has_failed = False
             finally:
                 # Said aloud: a descriptor that a fork took along would keep the lock beyond close(2).
-                self._calls.unlock(fd)
-                self._calls.close(fd)
+                self._calls.unlock(file.fd)
         finally:
             self._threads.release()
-
-    def _open_locked(self, until: float) -> int:
-        wait, root = _FIRST_WAIT, self.root
-        while True:
-            fd = self._calls.open(LEDGER_NAME, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o600, dir_fd=root.fd)
-            try:
-                status = self._calls.stat(fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    raise PermissionError(errno.EPERM, "not a regular file of this user", LEDGER_NAME)
-                while not self._try_lock(fd):
-                    if self._clock() >= until:
-                        raise LedgerLocked
-                    self._sleep(wait)
-                    wait = min(2 * wait, _LONGEST_WAIT)
-                # A ledger that was removed meanwhile is nobody's any more.
-                is_there = self._calls.stat(fd).st_nlink > 0
-            except BaseException:
+            for fd in removed:
                 self._calls.close(fd)
-                raise
-            if is_there:
-                return fd
-            self._calls.close(fd)
+
+    def _lock_file(self, until: float) -> Directory:
+        while True:
+            file = self._file or self._open_file()
+            wait = _FIRST_WAIT
+            while not self._try_lock(file.fd):
+                if self._clock() >= until:
+                    raise LedgerLocked
+                self._sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+            # A ledger that was removed meanwhile is nobody's any more.
+            if self._calls.stat(file.fd).st_nlink:
+                self._file = file
+                return file
+            self._file = None
+
+    def _open_file(self) -> Directory:
+        flags = os.O_CREAT | os.O_RDWR | os.O_NONBLOCK
+        file = Directory(self._calls, self._calls.open(LEDGER_NAME, flags, 0o600, dir_fd=self.root.fd))
+        status = self._calls.stat(file.fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "not a regular file of this user", LEDGER_NAME)
+        return file
 
     def _try_lock(self, fd: int) -> bool:
         try:

@@ -77,8 +77,17 @@ class Member:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the file is there, under its name."""
-        return self._fd >= 0 and self._calls.stat(self._fd).st_nlink > 0
+        """Whether the file is there; looked at by `look`."""
+        return self._fd >= 0
+
+    def look(self) -> None:
+        """Notices a file that was removed behind our back.
+
+        Raises:
+            OSError: as stat(2).
+        """
+        if self._fd >= 0 and not self._calls.stat(self._fd).st_nlink:
+            self.let_go()
 
     def join(self, root: Directory) -> None:
         """Makes the file.

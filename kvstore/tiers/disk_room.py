@@ -7,6 +7,7 @@ since; and no more goes than the effective capacity asks for.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -92,6 +93,7 @@ class Room:
 
     def _take_census(self, books: Books) -> None:
         root = self._ledger.root
+        self._member.look()
         census = take_census(self._calls, root, self._member.name)
         if books.is_foreign and census.alive:
             # Nobody lives through a reboot: containers that see different boot ids share this kernel.
@@ -195,6 +197,7 @@ class Room:
         directory, victim, status = found
         books.doubt()
         try:
+            books.removed.append(self._calls.open(victim.name, os.O_PATH, dir_fd=directory.fd))
             self._calls.unlink(victim.name, directory.fd)
         except FileNotFoundError:
             return  # removed outside at this moment: it is counted anew

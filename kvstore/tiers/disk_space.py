@@ -18,7 +18,7 @@ import errno
 import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstore.tiers.disk_draft import Directory
 from kvstore.tiers.disk_ledger import Books, Ledger, Totals
@@ -283,7 +283,6 @@ class Space:
                 reason = "" if more is None else self._room.make(books, more)
                 if not reason:
                     action(books)
-                    self._last = replace(books.totals) if books.is_exact else self._last
                     return ""
             if reason == SEARCH:
                 if has_searched:
