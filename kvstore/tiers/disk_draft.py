@@ -128,7 +128,8 @@ class Draft:
         fd, self._fd = self._fd, -1
         try:
             if self._temporary:
-                self._calls.unlink(self._temporary, self._directory.fd)
+                with contextlib.suppress(FileNotFoundError):
+                    self._calls.unlink(self._temporary, self._directory.fd)
         finally:
             self._calls.close(fd)
 

@@ -1,0 +1,170 @@
+"""What must hold after every kill, looked at by other means than the tier's own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+_LEDGER = struct.Struct("<8s16sQ7Q")
+_MEMBER = struct.Struct("<8sQQ")
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The directory at one moment under the lock of the ledger.
+
+    Attributes:
+        names: of all records.
+        record_bytes: what they take.
+        claimed: by the files of clients that live.
+        owed: by the files of clients that are dead.
+        dead: number of files of dead clients.
+        used, is_dirty: what the ledger says.
+        strays: files that have no business there.
+    """
+
+    names: frozenset[str]
+    record_bytes: int
+    claimed: int
+    owed: int
+    dead: int
+    used: int
+    is_dirty: bool
+    strays: tuple[str, ...]
+
+
+@dataclass
+class Verdicts:
+    """What was seen, and what must not have been."""
+
+    samples: int = 0
+    highest: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def check(self, is_good: bool, what: str) -> None:
+        if not is_good:
+            self.violations.append(what)
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[int]:
+    """Holds the lock of the ledger; its descriptor."""
+    fd = os.open(root / ".ledger", os.O_RDWR)
+    try:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > end:
+                raise TimeoutError("somebody keeps the lock of the ledger")
+            time.sleep(0.0002)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _is_alive(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def _fields(layout: struct.Struct, content: bytes) -> tuple[int, ...] | None:
+    if len(content) != layout.size + 16 or xxhash.xxh3_128_digest(content[:-16]) != content[-16:]:
+        return None
+    return layout.unpack(content[:-16])
+
+
+def look(root: Path, fd: int) -> Sight:
+    """Looks at everything; while `locked`."""
+    names, strays = [], []
+    size = claimed = owed = dead = 0
+    for path in root.rglob("*"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue  # drafts come and go without the lock
+        if path.is_dir():
+            continue
+        if path.suffix == ".safetensors":
+            names.append(path.name)
+            size += status.st_blocks * 512
+        elif path.name.startswith(".inflight-"):
+            found = _fields(_MEMBER, path.read_bytes())
+            bytes_claimed = 0 if found is None else found[2]
+            if _is_alive(path):
+                claimed += bytes_claimed
+            else:
+                dead, owed = dead + 1, owed + bytes_claimed
+        elif path.name.startswith(".tmp-"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _is_alive(path):
+                    strays.append(path.name)
+        elif path.name not in {".kvstore", ".ledger", "namespace.json", "epoch"}:
+            strays.append(path.name)
+    ledger = _fields(_LEDGER, os.pread(fd, 4096, 0))
+    is_dirty = ledger is None or ledger[2] != 0
+    used = 0 if ledger is None else ledger[3]
+    return Sight(frozenset(names), size, claimed, owed, dead, used, is_dirty, tuple(strays))
+
+
+def sample(root: Path, capacity: int, verdicts: Verdicts) -> Sight:
+    """Looks once while everybody works: never over, and exact unless somebody just died."""
+    with locked(root) as fd:
+        sight = look(root, fd)
+    verdicts.samples += 1
+    verdicts.highest = max(verdicts.highest, sight.record_bytes + sight.claimed)
+    verdicts.check(
+        sight.record_bytes + sight.claimed <= capacity,
+        f"over capacity: {sight.record_bytes} stored + {sight.claimed} claimed > {capacity}",
+    )
+    if not sight.dead and not sight.is_dirty:
+        expected = sight.record_bytes + sight.claimed
+        verdicts.check(sight.used == expected, f"ledger says {sight.used}, there is {expected}")
+    return sight
+
+
+def settle(root: Path, capacity: int, log: Path, verdicts: Verdicts) -> Sight:
+    """After a restart: nothing is left of the dead, the ledger is exact, what was reported stored is there."""
+    with locked(root) as fd:
+        sight = look(root, fd)
+        lines = log.read_text().splitlines()
+    verdicts.check(not sight.dead, f"{sight.dead} files of dead clients are left")
+    verdicts.check(not sight.strays, f"left: {sight.strays}")
+    verdicts.check(not sight.is_dirty, "the ledger is dirty after a restart")
+    expected = sight.record_bytes + sight.claimed
+    verdicts.check(sight.used == expected, f"ledger says {sight.used}, there is {expected} after a restart")
+    verdicts.check(expected <= capacity, f"{expected} > {capacity} after a restart")
+    stored: set[str] = set()
+    is_removed: dict[str, bool] = {}
+    reported: set[str] = set()
+    removed: set[str] = set()
+    for line in lines:
+        kind, _, name = line.partition(" ")
+        if kind == "S":
+            stored.add(name)
+        elif kind in "LU":
+            is_removed[name] = kind == "U"
+            if kind == "U":
+                removed.add(name)
+        elif kind == "E":
+            reported.add(name)
+        elif kind in "WX":
+            verdicts.violations.append(line)
+    lost = [name for name in stored - sight.names if not is_removed.get(name, False)]
+    verdicts.check(not lost, f"reported stored and gone without an eviction: {sorted(lost)[:3]}")
+    verdicts.check(reported <= removed, "reported evicted and not removed")
+    return sight
