@@ -222,14 +222,16 @@ class Room:
         if self._refusals > 1 and totals is not None:
             self._ceiling, self._ceiling_until = totals.used - totals.claimed, self._clock() + QUOTA_SECONDS
 
-    def search(self, deadline: float) -> bool:
-        """Finds victims, unless another thread just did; False if the deadline passed while that one searched.
+    def search(self, deadline: float) -> bool | None:
+        """Finds victims, unless another thread just did; whether it is worth to come back.
+
+        None if the deadline passed while the other one searched.
 
         Raises:
             OSError: the store could not be listed.
         """
         if not self._searching.acquire(timeout=max(0.0, min(deadline - self._clock(), threading.TIMEOUT_MAX))):
-            return False
+            return None
         try:
             if self._victims:
                 return True
@@ -244,6 +246,6 @@ class Room:
                 most = records + (after.added - before.added)
                 # More or less than what everybody did meanwhile explains: something was done behind our back.
                 self._is_suspect = not least <= found <= most
+            return bool(self._victims) or self._is_suspect
         finally:
             self._searching.release()
-        return True

@@ -276,7 +276,6 @@ class Space:
 
     def _with_room(self, more: int | None, action: Callable[[Books], None], deadline: float) -> str:
         """Does ``action`` under the lock, where ``more`` bytes fit; makes room first, in several holds of the lock."""
-        has_searched = False
         while True:
             with self._ledger.locked(min(deadline, self._clock() + LOCK_WAIT)) as books:
                 self._pay(books)
@@ -285,13 +284,10 @@ class Space:
                     action(books)
                     return ""
             if reason == SEARCH:
-                if has_searched:
-                    return NO_ROOM
-                if not self._room.search(deadline):
-                    return LATE
-                has_searched = True
+                # What was found may be gone before we are back: others make room as well.
+                if not (is_found := self._room.search(deadline)):
+                    return LATE if is_found is None else NO_ROOM
             elif reason == AGAIN:
-                has_searched = False
                 self._sleep(HOLD_SECONDS)  # the others' turn
             else:
                 return reason

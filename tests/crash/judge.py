@@ -137,34 +137,62 @@ def sample(root: Path, capacity: int, verdicts: Verdicts) -> Sight:
     return sight
 
 
-def settle(root: Path, capacity: int, log: Path, verdicts: Verdicts) -> Sight:
+class History:
+    """What the log says, read on from where it was last read."""
+
+    def __init__(self, log: Path) -> None:
+        self._file = log.open("rb")
+        self.stored: set[str] = set()
+        self.removed: set[str] = set()
+        self.reported: set[str] = set()
+        self.is_removed: dict[str, bool] = {}
+        self.failures: list[str] = []
+        self.stores = self.removals = 0
+        self.holds: list[int] = []
+
+    def read(self) -> bytes:
+        """The new lines, all of them whole: a line is one write."""
+        return self._file.read()
+
+    def learn(self, content: bytes) -> None:
+        """Takes what `read` gave."""
+        for line in content.decode().splitlines():
+            kind, _, text = line.partition(" ")
+            if kind == "S":
+                self.stores += 1
+                self.stored.add(text)
+            elif kind == "L":
+                self.is_removed[text] = False
+            elif kind == "U":
+                self.removals += 1
+                self.is_removed[text] = True
+                self.removed.add(text)
+            elif kind == "E":
+                self.reported.add(text)
+            elif kind == "H":
+                self.holds += map(int, text.split())
+            else:
+                self.failures.append(line)
+
+    def close(self) -> None:
+        """Closes the log."""
+        self._file.close()
+
+
+def settle(root: Path, capacity: int, history: History, verdicts: Verdicts) -> Sight:
     """After a restart: nothing is left of the dead, the ledger is exact, what was reported stored is there."""
     with locked(root) as fd:
         sight = look(root, fd)
-        lines = log.read_text().splitlines()
+        content = history.read()
     verdicts.check(not sight.dead, f"{sight.dead} files of dead clients are left")
     verdicts.check(not sight.strays, f"left: {sight.strays}")
     verdicts.check(not sight.is_dirty, "the ledger is dirty after a restart")
     expected = sight.record_bytes + sight.claimed
     verdicts.check(sight.used == expected, f"ledger says {sight.used}, there is {expected} after a restart")
     verdicts.check(expected <= capacity, f"{expected} > {capacity} after a restart")
-    stored: set[str] = set()
-    is_removed: dict[str, bool] = {}
-    reported: set[str] = set()
-    removed: set[str] = set()
-    for line in lines:
-        kind, _, name = line.partition(" ")
-        if kind == "S":
-            stored.add(name)
-        elif kind in "LU":
-            is_removed[name] = kind == "U"
-            if kind == "U":
-                removed.add(name)
-        elif kind == "E":
-            reported.add(name)
-        elif kind in "WX":
-            verdicts.violations.append(line)
-    lost = [name for name in stored - sight.names if not is_removed.get(name, False)]
+    history.learn(content)
+    verdicts.violations += history.failures
+    lost = [name for name in history.stored - sight.names if not history.is_removed.get(name, False)]
     verdicts.check(not lost, f"reported stored and gone without an eviction: {sorted(lost)[:3]}")
-    verdicts.check(reported <= removed, "reported evicted and not removed")
+    verdicts.check(history.reported <= history.removed, "reported evicted and not removed")
     return sight

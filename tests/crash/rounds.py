@@ -75,6 +75,8 @@ class Arena:
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._calls = worker.LoggedCalls(worker.Log(self.log), is_named=False)
         worker.opened(self.root, self._calls).close()
+        self._history = judge.History(self.log)
+        self._records = [worker.record_of(number) for number in range(worker.NUMBERS)]
 
     def _start(self) -> None:
         while len(self._workers) < _LIVE:
@@ -122,10 +124,9 @@ class Arena:
     def _restart(self) -> None:
         tier = worker.opened(self.root, self._calls)
         tier.measure()
-        sight = judge.settle(self.root, worker.CAPACITY, self.log, self.tally.verdicts)
+        sight = judge.settle(self.root, worker.CAPACITY, self._history, self.tally.verdicts)
         buffer = aligned_buffer(worker.SLOT)
-        for number in range(worker.NUMBERS):
-            address, record = worker.record_of(number)
+        for number, (address, record) in enumerate(self._records):
             if f"{address.hex()}.safetensors" not in sight.names:
                 continue
             outcome = tier.read([address], [buffer], soon())[0]
@@ -141,12 +142,9 @@ class Arena:
             process.join()
         self._workers.clear()
         self._restart()
-        for line in self.log.read_text().splitlines():
-            kind, _, text = line.partition(" ")
-            self.tally.stores += kind == "S"
-            self.tally.evictions += kind == "U"
-            if kind == "H":
-                self.tally.holds += map(int, text.split())
+        history = self._history
+        history.close()
+        self.tally.stores, self.tally.evictions, self.tally.holds = history.stores, history.removals, history.holds
         return self.tally
 
 
