@@ -5,7 +5,7 @@ BENCHMARKS := copies disk connector
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench fuzz lint clean
+.PHONY: help setup demo test bench crash fuzz lint clean
 
 help:  ## print this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -28,6 +28,9 @@ bench: setup  ## all benchmarks; fails at the end if any bar was missed; ARGS="-
 	@failed=; \
 	for name in $(BENCHMARKS); do $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; done; \
 	[ -z "$$failed" ] || { echo "make bench: FAILED:$$failed" >&2; exit 1; }
+
+crash: setup  ## 200 rounds of SIGKILL under two processes on one directory; ARGS="--rounds 20 --seed 3"
+	@$(PY) -m tests.crash $(ARGS)
 
 fuzz: setup  ## feed made-up bytes to all that parses what lies in a store, for 2 minutes
 	@.venv/bin/python -c "import atheris" 2>/dev/null || $(PY) -m pip --disable-pip-version-check -q install "atheris>=3.0"

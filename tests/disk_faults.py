@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvstore.testing.tier_suite import aligned_buffer, sample_address, sample_sc
 from kvstore.tiers.base import Scope
 from kvstore.tiers.disk import DiskConfig, DiskTier
 from kvstore.tiers.os_calls import OsCalls
-from kvstore.units import MIB
+from kvstore.units import MIB, PAGE
 
 Hook = Callable[[], None]
 
@@ -67,6 +69,10 @@ class FaultyCalls(OsCalls):
         return super().read(fd, buffer, offset)
 
     def write(self, fd: int, buffer: memoryview | bytes, offset: int) -> int:
+        # "note": what is smaller than a page is the store's own account.
+        if len(buffer) < PAGE:
+            self._check("note")
+            return super().write(fd, buffer, offset)
         self._check("write")
         if self.write_limit is not None:
             buffer = buffer[: max(0, self.write_limit - offset)]
@@ -92,10 +98,16 @@ class FaultyCalls(OsCalls):
         self._check("sync")
         super().sync(fd)
 
-    def utime(self, name: str, mtime_ns: int, dir_fd: int) -> None:
+    def utime(self, target: str | int, mtime_ns: int, dir_fd: int | None = None) -> None:
         self._check("utime")
-        self.utimes.append(name)
-        super().utime(name, mtime_ns, dir_fd)
+        if isinstance(target, str):
+            self.utimes.append(target)
+        super().utime(target, mtime_ns, dir_fd)
+
+    def lock(self, fd: int, *, free: bool = False) -> None:
+        if not free:
+            self._check("lock")
+        super().lock(fd, free=free)
 
     def space(self, fd: int) -> tuple[int, int]:
         self._check("space")
@@ -126,10 +138,15 @@ class Bench:
             path=self.root, capacity=self.capacity, min_free=self.min_free, sync=self.sync, read_only=self.read_only
         )
         tier = DiskTier(
-            config, self.counters, writer, self.calls, clock=lambda: self.seconds, now_ns=lambda: self.time_ns
-        )
+            config, self.counters, writer, self.calls,
+            clock=lambda: self.seconds, sleep=self._sleep, now_ns=lambda: self.time_ns,
+        )  # fmt: skip
         self.tiers.append(tier)
         return tier
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.seconds += seconds
 
     def open(self, scope: Scope | None = None, writer: bool = True) -> DiskTier:
         """A client that is ready."""
@@ -158,9 +175,21 @@ class Bench:
 
     def leftovers(self) -> list[str]:
         """Files below the root that have no business there."""
-        known = {".kvstore", "namespace.json", "epoch"}
+        known = {".kvstore", ".ledger", "namespace.json", "epoch"}
         files = [path for path in self.root.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-        return [path.name for path in files if path.name not in known]
+        return [path.name for path in files if path.name not in known and not is_locked(path)]
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody alive holds a lock on the file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
 
 
 def write(tier: DiskTier, numbers: Sequence[int], scope: Scope = SCOPE) -> list[Outcome]:

@@ -76,6 +76,7 @@ def test_a_draft_of_a_dead_writer_is_collected_and_a_living_ones_stays(bench: Be
     living.write_bytes(b"x")
     fd = os.open(living, os.O_RDWR)
     bench.calls.lock(fd)
+    (bench.root / ".ledger").unlink()
     write(bench.open(), [2])
     os.close(fd)
     assert not dead.exists()

@@ -69,7 +69,7 @@ def test_b42_a_failed_write_leaves_no_address(bench: Bench, fault: str) -> None:
         (errno.EMFILE, Outcome.UNAVAILABLE),
     ],
 )
-@pytest.mark.parametrize("call", ["open", "write", "link", "mkdir", "space"])
+@pytest.mark.parametrize("call", ["open", "write", "link", "mkdir", "space", "note", "lock"])
 def test_an_error_stops_writing_says_so_once_and_serving_goes_on(
     bench: Bench, caplog: pytest.LogCaptureFixture, call: str, code: int, outcome: Outcome
 ) -> None:

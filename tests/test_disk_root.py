@@ -92,7 +92,7 @@ def test_network_and_cluster_file_systems_are_refused_by_name(bench: Bench, magi
 
 def test_the_real_kind_of_file_system_is_asked(bench: Bench) -> None:
     bench.client()
-    found = bench.calls.file_system_magic(bench.tiers[0]._space._open_root().fd)
+    found = bench.calls.file_system_magic(bench.tiers[0]._space._ledger.root.fd)
     by_stat = subprocess.run(["stat", "-f", "-c", "%t", bench.root], check=True, capture_output=True, text=True)
     assert found == int(by_stat.stdout, 16)
 

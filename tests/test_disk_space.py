@@ -178,7 +178,10 @@ def test_a_touched_chain_is_newer_at_its_head_and_once_in_ten_minutes(bench: Ben
 
 def test_a_fresh_tail_becomes_older_than_its_head(bench: Bench) -> None:
     tier = bench.open()
-    write(tier, [1, 2])
+    bench.time_ns = 10**18
+    write(tier, [1])
+    bench.time_ns += 1
+    write(tier, [2])
     head, tail = sample_address(1), sample_address(2)
     bench.time_ns = bench.record(tail).stat().st_mtime_ns + 10**6
     tier.touch([head, tail])

@@ -87,8 +87,20 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def write(self, addresses: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        """Publishes sealed records. STORED only when a reader can find the whole record; else nothing is left."""
+    def write(
+        self,
+        addresses: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: float,
+        used_ns: Sequence[int] = (),
+    ) -> list[Outcome]:
+        """Publishes sealed records. STORED only when a reader can find the whole record; else nothing is left.
+
+        ``used_ns`` says for each record when it was last used (nanoseconds since 1970), where the tier keeps such a
+        time: for the chunk at a position of a chain the time at which its request came, less one for each position,
+        so that the tail of a chain that is written piece by piece is older than its head. Without it the batch is
+        taken for a chain that is used now.
+        """
 
     @abstractmethod
     def delete(self, addresses: Sequence[bytes]) -> list[Outcome]:
@@ -129,7 +141,7 @@ class TierType:
         is_default: whether an empty configuration has one.
         volatile: slots in memory, owned by the planner.
         make: makes the client: ``make(config, counters, writer)``; None for a volatile tier. ``writer`` is False
-            for the prober's client, which never changes the tier but for publishing an epoch.
+            for the prober's client, which never changes the tier but for publishing an epoch and marking uses.
         capacity_bytes: the configured capacity, for the planner and for people.
         threads: I/O threads of the tier's lane in one executor.
         tools: what ``kvstore ls`` and its kin open a store with; None for a tier that keeps nothing between engines.

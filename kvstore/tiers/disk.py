@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 
 from kvstore.errors import ConfigError, ContractError
@@ -20,13 +21,15 @@ from kvstore.metrics import Counters
 from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
-from kvstore.tiers.disk_files import Files, Found, trouble
+from kvstore.tiers.disk_files import Files, Found
+from kvstore.tiers.disk_ledger import LedgerLocked
+from kvstore.tiers.disk_names import record_name
 from kvstore.tiers.disk_pause import WritePause
 from kvstore.tiers.disk_root import EPOCH_NAME, namespace_directory, open_namespace, open_root, publish_epoch
-from kvstore.tiers.disk_space import IN_FLIGHT, TOO_LARGE, Space, record_name
+from kvstore.tiers.disk_space import IN_FLIGHT, LATE, TOO_LARGE, Space
 from kvstore.tiers.disk_tools import DiskTools
-from kvstore.tiers.disk_tree import Tree
-from kvstore.tiers.disk_writer import LATE, PRESENT, STORED, RecordWriter, touch
+from kvstore.tiers.disk_tree import ABSENT, Tree
+from kvstore.tiers.disk_writer import PRESENT, STORED, Limit, RecordWriter, touch
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
 
@@ -56,6 +59,7 @@ class DiskTier(Tier):
         writer: whether this client may write and remove records.
         calls: the operating system.
         clock: seconds, monotonic: what deadlines and retries are measured by.
+        sleep: waits so many seconds of that clock.
         now_ns: time of day in nanoseconds: what last uses are marked with.
         new_epoch: makes a random epoch name.
 
@@ -72,6 +76,7 @@ class DiskTier(Tier):
         writer: bool,
         calls: OsCalls | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
         now_ns: Callable[[], int] = time.time_ns,
         new_epoch: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
@@ -86,7 +91,10 @@ class DiskTier(Tier):
         self._files = Files(self._calls)
         self._pause = WritePause(clock, str(config.path))
         self._root: Directory | None = open_root(config.path, self._calls, self._files, config.read_only)
-        self._space = Space(self._calls, self._root, config.capacity, config.min_free, now_ns, self._evicted)
+        self._space = Space(
+            self._calls, self._root, config.capacity, config.min_free, self._is_writer,
+            clock, sleep, now_ns, self._evicted,
+        )  # fmt: skip
         self._opened: _Opened | None = None
         self._tree: Tree | None = None
 
@@ -101,6 +109,9 @@ class DiskTier(Tier):
         namespace, shard = namespace_directory(scope.namespace), geometry.shard.name
         writer = RecordWriter(self._calls, self._files, self._space, namespace, self._config.sync)
         self._space.report_for(namespace, shard)
+        if self._is_writer:
+            with suppress(OSError):  # a full or a busy disk can be served from; the first write tries again
+                self._space.join()
         self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry), shard, writer)
 
     def published_epoch(self) -> str:
@@ -131,18 +142,11 @@ class DiskTier(Tier):
     def _look(self, tree: Tree, size: int, address: bytes, deadline: float) -> Outcome:
         if self._clock() >= deadline:
             return Outcome.TIMEOUT
-        fan, name = record_name(address)
         try:
-            directory = tree.directory(fan, make=False)
-            status = None if directory is None else self._calls.stat(name, directory.fd)
-        except FileNotFoundError:
-            return Outcome.MISS
+            kind = tree.look(address, size)
         except OSError as error:
             return self._failed(error)
-        if status is None:
-            return Outcome.MISS
-        kind = trouble(status) or ("" if status.st_size == size else "size")
-        if kind:
+        if kind and kind != ABSENT:
             self._count("missed_records", reason=kind)
         return Outcome.MISS if kind else Outcome.HIT
 
@@ -153,7 +157,7 @@ class DiskTier(Tier):
             return [Outcome.UNAVAILABLE] * len(addresses)
         started = self._clock()
         outcomes = [
-            self._read_one(tree, opened.format, address, buffer, deadline)
+            self._read_one(tree, opened, address, buffer, deadline)
             for address, buffer in zip(addresses, buffers, strict=True)
         ]
         hits = outcomes.count(Outcome.HIT)
@@ -162,9 +166,8 @@ class DiskTier(Tier):
         self._count("read_seconds", self._clock() - started)
         return outcomes
 
-    def _read_one(
-        self, tree: Tree, record: RecordFormat, address: bytes, buffer: memoryview, deadline: float
-    ) -> Outcome:
+    def _read_one(self, tree: Tree, opened: _Opened, address: bytes, buffer: memoryview, deadline: float) -> Outcome:
+        record, writer = opened.format, opened.writer if self._is_writer else None
         if len(buffer) != record.slot_bytes:
             raise ContractError(f"a buffer of {len(buffer)} bytes for records of {record.slot_bytes}")
         fan, name = record_name(address)
@@ -182,44 +185,60 @@ class DiskTier(Tier):
             self._count("missed_records", reason=kind)
             if kind == "late":
                 return Outcome.TIMEOUT
+            if kind == "absent":
+                self._space.missed()
             if kind == "absent" or kind in FOREIGN_KINDS:
                 return Outcome.MISS
-            status = found.status
-            if self._is_writer and directory is not None and status is not None and kind not in _KEPT_KINDS:
-                self._space.freed(*self._files.drop(directory, name, status))
+            if writer is not None and directory is not None and found.status is not None and kind not in _KEPT_KINDS:
+                writer.drop(directory, name, found.status)
         except OSError as error:
             self._count("missed_records", reason=_reason(error))
             return self._failed(error)
         return Outcome.DAMAGED
 
-    def write(self, addresses: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
+    def write(
+        self,
+        addresses: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        deadline: float,
+        used_ns: Sequence[int] = (),
+    ) -> list[Outcome]:
         """See `Tier.write`. SKIPPED while writing is stopped after an error; one attempt every 10 s."""
         tree, opened = self._tree, self._opened
         if tree is None or opened is None or not self._is_writer:
             return [Outcome.UNAVAILABLE] * len(addresses)
-        started = self._clock()
+        started, limit = self._clock(), Limit(deadline, lambda: self._clock() >= deadline)
         outcomes = []
-        for address, buffer in zip(addresses, buffers, strict=True):
+        now_ns = self._now_ns()
+        uses: Sequence[int | None] = [min(used, now_ns) for used in used_ns]
+        if not uses:
+            # One record alone keeps the kernel's time.
+            uses = [now_ns - n for n in range(len(addresses))] if len(addresses) > 1 else [None] * len(addresses)
+        for address, buffer, used in zip(addresses, buffers, uses, strict=True):
             if not opened.format.is_sealed_for(address, buffer):
                 raise ContractError(f"the buffer is not sealed for {address.hex()}")
-            outcomes.append(self._write_one(opened.writer, tree, address, buffer, deadline))
+            outcomes.append(self._write_one(opened.writer, tree, address, buffer, used, limit))
         self._count("write_seconds", self._clock() - started)
         return outcomes
 
     def _write_one(
-        self, writer: RecordWriter, tree: Tree, address: bytes, buffer: memoryview, deadline: float
+        self, writer: RecordWriter, tree: Tree, address: bytes, buffer: memoryview, used_ns: int | None, limit: Limit
     ) -> Outcome:
-        if self._clock() >= deadline:
+        if limit.expired():
             return Outcome.TIMEOUT
         if not self._pause.allows():
             return Outcome.SKIPPED
         try:
-            result = writer.store(tree, address, buffer, lambda: self._clock() >= deadline)
+            result = writer.store(tree, address, buffer, used_ns, limit)
         except OSError as error:
+            if isinstance(error, LedgerLocked) and limit.expired():
+                return Outcome.TIMEOUT
             self._pause.stop(_reason(error))
+            self._space.refused(error.errno in _FULL_ERRORS)
             return self._failed(error)
         if result in (STORED, PRESENT):
             self._pause.resume()
+            self._space.refused(False)
             self._count("written_bytes", len(buffer) if result == STORED else 0)
             return Outcome.STORED
         if result == LATE:
@@ -228,31 +247,22 @@ class DiskTier(Tier):
             return Outcome.SKIPPED
         self._count("tier_errors", reason=result)
         if result != TOO_LARGE:
-            # Looking for room means scanning the store: not again for every record of a burst.
+            # Looking for room means searching the store: not again for every record of a burst.
             self._pause.stop(result)
         return Outcome.FULL
 
     def delete(self, addresses: Sequence[bytes]) -> list[Outcome]:
         """See `Tier.delete`."""
-        tree = self._tree
-        if tree is None or not self._is_writer:
+        tree, opened = self._tree, self._opened
+        if tree is None or opened is None or not self._is_writer:
             return [Outcome.UNAVAILABLE] * len(addresses)
-        return [self._delete_one(tree, address) for address in addresses]
+        return [self._delete_one(opened.writer, tree, address) for address in addresses]
 
-    def _delete_one(self, tree: Tree, address: bytes) -> Outcome:
-        fan, name = record_name(address)
+    def _delete_one(self, writer: RecordWriter, tree: Tree, address: bytes) -> Outcome:
         try:
-            directory = tree.directory(fan, make=False)
-            if directory is None:
-                return Outcome.MISS
-            status = self._calls.stat(name, directory.fd)
-            self._calls.unlink(name, directory.fd)
-        except FileNotFoundError:
-            return Outcome.MISS
+            return Outcome.HIT if writer.delete(tree, address) else Outcome.MISS
         except OSError as error:
             return self._failed(error)
-        self._space.freed(status.st_blocks * 512)
-        return Outcome.HIT
 
     def scan(self) -> Iterator[list[bytes]]:
         """See `Tier.scan`. A batch a directory; 3 us a record with a warm cache.
@@ -265,7 +275,10 @@ class DiskTier(Tier):
             yield from tree.scan()
 
     def touch(self, addresses: Sequence[bytes]) -> None:
-        """See `Tier.touch`. Each record's time is set at most once in 10 minutes; a failure is counted, no more."""
+        """See `Tier.touch`. Each record's time is set at most once in 10 minutes; a failure is counted, no more.
+
+        Also on a client that writes no records: the prober marks what was used.
+        """
         tree = self._tree
         if tree is None or self._config.read_only:
             return
@@ -276,7 +289,7 @@ class DiskTier(Tier):
         return self._space.take_evicted()
 
     def status(self) -> TierStatus:
-        """See `Tier.status`. What is used is known once this client has written or measured."""
+        """See `Tier.status`. What is used is known at once, from the ledger, unless all has to be counted anew."""
         notes = [] if self._files.is_direct else ["buffered"]
         if not self._files.is_unnamed:
             notes.append("named temporary files")
@@ -284,8 +297,8 @@ class DiskTier(Tier):
             notes.append("read-only")
         if self._pause.reason:
             notes.append(f"not writing: {self._pause.reason}")
-        space = self._space
-        used, records = (space.used_bytes, space.records) if space.is_counted else (None, None)
+        found = self._space.totals()
+        used, records = (None, None) if found is None else (found.used, found.records)
         return TierStatus(self._config.capacity, used, records, tuple(notes))
 
     def measure(self) -> None:
@@ -319,7 +332,7 @@ class DiskTier(Tier):
 
 
 def _reason(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, "OSError")
+    return "ledger_locked" if isinstance(error, LedgerLocked) else errno.errorcode.get(error.errno or 0, "OSError")
 
 
 TIER = TierType(

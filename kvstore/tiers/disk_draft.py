@@ -105,6 +105,10 @@ class Draft:
         """Waits until the bytes are on stable storage."""
         self._calls.sync(self._fd)
 
+    def mark_used(self, used_ns: int) -> None:
+        """Sets the time of last use, nanoseconds since 1970."""
+        self._calls.utime(self._fd, used_ns)
+
     def link(self, name: str) -> None:
         """Gives the file its name.
 
@@ -112,6 +116,10 @@ class Draft:
             FileExistsError: the name is taken.
         """
         self._calls.link(self._temporary or self._fd, name, self._directory.fd)
+        if self._temporary:
+            # Now, not when it is closed: a second name would keep the bytes when the first one is evicted.
+            temporary, self._temporary = self._temporary, ""
+            self._calls.unlink(temporary, self._directory.fd)
 
     def close(self) -> None:
         """Lets go of the file; without a name it is gone. Idempotent."""
@@ -120,7 +128,8 @@ class Draft:
         fd, self._fd = self._fd, -1
         try:
             if self._temporary:
-                self._calls.unlink(self._temporary, self._directory.fd)
+                with contextlib.suppress(FileNotFoundError):
+                    self._calls.unlink(self._temporary, self._directory.fd)
         finally:
             self._calls.close(fd)
 

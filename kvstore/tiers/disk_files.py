@@ -85,12 +85,16 @@ class Files:
         draft = Draft(self._calls, directory, fd, name, use_direct)
         try:
             self._calls.lock(fd)
-            if self._calls.stat(fd).st_nlink == 0:
-                raise BlockingIOError(errno.EAGAIN, "the new file was collected before it was locked")
+            if self._calls.stat(fd).st_nlink:
+                return draft
+        except BlockingIOError:
+            pass
         except OSError:
             draft.close()
             raise
-        return draft
+        # Somebody who collects what the dead left was faster than our lock.
+        draft.close()
+        return self._named_draft(directory, use_direct)
 
     def _forget(self, directory: Directory, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -4,6 +4,8 @@ Invariant: nothing is written into a directory that is not ours alone, and nothi
 link. ``<root>/.kvstore`` marks a store and is there before anything else of it::
 
     <root>/.kvstore
+    <root>/.ledger                 what is used (`disk_ledger`)
+    <root>/.inflight-<random>      one of each live client that may write (`disk_members`)
     <root>/<slug>-<ns16>/namespace.json
     <root>/<slug>-<ns16>/epoch
     <root>/<slug>-<ns16>/<epoch16>/<shard>/<hh>/<address>.safetensors

@@ -24,9 +24,9 @@ from kvstore.errors import RecordDamaged, TierUnavailable
 from kvstore.tiers.disk_check import Checked, Expected, RecordChecker, group_fields, parse_namespace
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import open_directory
+from kvstore.tiers.disk_names import NAMESPACE_NAME, RECORD_NAME
 from kvstore.tiers.disk_root import EPOCH_FILE, EPOCH_NAME, MAX_NAMESPACE_BYTES, NAMESPACE_FILE
-from kvstore.tiers.disk_space import NAMESPACE_NAME, RECORD_NAME
-from kvstore.tiers.disk_walk import NOT_THERE, StoreWalk, is_record_path, unreadable
+from kvstore.tiers.disk_survey import NOT_THERE, StoreWalk, is_record_path, unreadable
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.tiers.tools import Finding, Inspection, StoredNamespace, StoredRecord, TierTools, Verdict
 

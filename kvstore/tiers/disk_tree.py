@@ -11,10 +11,13 @@ import os
 from collections.abc import Iterator
 
 from kvstore.tiers.disk_draft import Directory, make_directory, open_directory
-from kvstore.tiers.disk_space import RECORD_NAME
+from kvstore.tiers.disk_files import trouble
+from kvstore.tiers.disk_names import RECORD_NAME, record_name
 from kvstore.tiers.os_calls import OsCalls
 
 FANS = tuple(f"{byte:02x}" for byte in range(256))
+
+ABSENT = "absent"
 
 
 class Tree:
@@ -52,6 +55,25 @@ class Tree:
             return None
         self._open[fan] = directory
         return directory
+
+    def look(self, address: bytes, size: int) -> str:
+        """What has the name of an address; one ``stat``.
+
+        Returns:
+            ``""`` for a regular file of ours of ``size`` bytes, ``absent``, or the kind of what is wrong with it.
+
+        Raises:
+            OSError: it could not be looked at.
+        """
+        fan, name = record_name(address)
+        directory = self.directory(fan, make=False)
+        if directory is None:
+            return ABSENT
+        try:
+            status = self._calls.stat(name, directory.fd)
+        except FileNotFoundError:
+            return ABSENT
+        return trouble(status) or ("" if status.st_size == size else "size")
 
     def forget_removed(self, fan: str) -> bool:
         """Lets go of a directory that was removed, so that the next use makes it anew; whether it was."""

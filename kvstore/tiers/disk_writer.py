@@ -1,18 +1,24 @@
-"""Publishing one record, and marking records as used.
+"""Publishing and removing one record, and marking records as used.
 
 Invariant: room is claimed before the first byte and given back unless the name is linked; whatever ends a write early
-(an error, the deadline, an exception from anywhere) leaves no name, no file and no claim.
+(an error, the deadline, an exception from anywhere) leaves no name, no file and no claim. The link is made, and the
+claim ended, under one hold of the ledger's lock: nobody ever sees a record that is not accounted for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvstore.errors import ContractError
 from kvstore.layout import HEADER_BYTES
 from kvstore.tiers.disk_draft import Directory, Draft, Expired
 from kvstore.tiers.disk_files import Files
-from kvstore.tiers.disk_space import Space, record_name
+from kvstore.tiers.disk_ledger import LedgerLocked
+from kvstore.tiers.disk_names import Path, record_name
+from kvstore.tiers.disk_space import LATE, SHORT_WAIT, Space
 from kvstore.tiers.disk_tree import Tree
 from kvstore.tiers.os_calls import OsCalls
 
@@ -21,11 +27,18 @@ TOUCH_INTERVAL_NS = 600 * 10**9
 
 STORED = "stored"
 PRESENT = "present"
-LATE = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """When a write has to end: a moment of the clock, and whether it has passed."""
+
+    deadline: float
+    expired: Expired
 
 
 class RecordWriter:
-    """Writes into one namespace. Thread-safe; blocks for its I/O."""
+    """Writes into one namespace, and removes from it. Thread-safe; blocks for its I/O."""
 
     __slots__ = ("_calls", "_files", "_namespace", "_space", "_sync")
 
@@ -36,8 +49,8 @@ class RecordWriter:
         self._namespace = namespace
         self._sync = sync
 
-    def store(self, tree: Tree, address: bytes, buffer: memoryview, expired: Expired) -> str:
-        """Publishes a sealed record.
+    def store(self, tree: Tree, address: bytes, buffer: memoryview, used_ns: int | None, limit: Limit) -> str:
+        """Publishes a sealed record, last used at ``used_ns`` (now for None).
 
         Returns:
             `STORED`, `PRESENT` (an equal one has the name), `LATE`, or why there is no room (`Space.claim`).
@@ -46,14 +59,14 @@ class RecordWriter:
             OSError: nothing is left behind.
         """
         try:
-            return self._store(tree, address, buffer, expired)
+            return self._store(tree, address, buffer, used_ns, limit)
         except OSError:
             # A directory that was removed behind our back opens nothing any more (ENOENT, on ext4 EPERM).
             if not tree.forget_removed(record_name(address)[0]):
                 raise
-            return self._store(tree, address, buffer, expired)
+            return self._store(tree, address, buffer, used_ns, limit)
 
-    def _store(self, tree: Tree, address: bytes, buffer: memoryview, expired: Expired) -> str:
+    def _store(self, tree: Tree, address: bytes, buffer: memoryview, used_ns: int | None, limit: Limit) -> str:
         fan, name = record_name(address)
         directory = tree.directory(fan, make=True)
         if directory is None:
@@ -61,41 +74,66 @@ class RecordWriter:
         if self._is_same(directory, name, buffer):
             return PRESENT
         path = (self._namespace, tree.epoch, tree.shard, fan, name)
-        if reason := self._space.claim(path, len(buffer)):
+        if reason := self._space.claim(path, len(buffer), limit.deadline):
             return reason
-        is_stored = False
         try:
-            draft = self._files.fill(directory, buffer, expired)
+            draft = self._files.fill(directory, buffer, limit.expired)
             if draft is None:
                 return LATE
             try:
-                if reason := self._space.settle(path, draft.allocated_bytes()):
-                    return reason
+                if used_ns is not None:
+                    draft.mark_used(used_ns)
                 if self._sync:
                     draft.sync()
-                is_stored = self._publish(draft, directory, name, buffer)
+                return self._publish(draft, directory, path, buffer, limit.deadline)
             finally:
                 draft.close()
         finally:
-            self._space.release(path, is_stored)
-        return STORED if is_stored else PRESENT
+            self._space.release(path)
 
-    def _publish(self, draft: Draft, directory: Directory, name: str, buffer: memoryview) -> bool:
-        """Links the name; False if an equal record has it already."""
+    def _publish(self, draft: Draft, directory: Directory, path: Path, buffer: memoryview, deadline: float) -> str:
+        name, size = path[-1], draft.allocated_bytes()
         try:
-            draft.link(name)
+            reason = self._space.publish(path, size, lambda: draft.link(name), deadline)
         except FileExistsError:
             if self._is_same(directory, name, buffer):
-                return False
-            self._space.freed(*self._files.remove(directory, name))
-            draft.link(name)
+                return PRESENT
+            self._space.remove(lambda: self._files.remove(directory, name))
+            reason = self._space.publish(path, size, lambda: draft.link(name), deadline)
+        if reason:
+            return reason
         if self._sync:
             try:
                 self._calls.sync(directory.fd)
             except OSError:
-                self._files.remove(directory, name)
+                self._space.remove(lambda: self._files.remove(directory, name))
                 raise
-        return True
+        return STORED
+
+    def delete(self, tree: Tree, address: bytes) -> bool:
+        """Removes what has the name of an address; whether there was a record.
+
+        Raises:
+            OSError: as `Space.remove`.
+        """
+        fan, name = record_name(address)
+        directory = tree.directory(fan, make=False)
+        if directory is None:
+            return False
+        try:
+            self._calls.stat(name, directory.fd)  # a miss needs no lock
+        except FileNotFoundError:
+            return False
+        return self._space.remove(lambda: self._files.remove(directory, name)) > 0
+
+    def drop(self, directory: Directory, name: str, status: os.stat_result) -> None:
+        """Removes a damaged record, if ``name`` still leads to it. Does not wait long: the next read finds it again.
+
+        Raises:
+            OSError: as `Space.remove`, but for the lock.
+        """
+        with contextlib.suppress(LedgerLocked):
+            self._space.remove(lambda: self._files.drop(directory, name, status), SHORT_WAIT)
 
     def _is_same(self, directory: Directory, name: str, buffer: memoryview) -> bool:
         return self._files.is_same(directory, name, bytes(buffer[:HEADER_BYTES]), len(buffer))

@@ -69,18 +69,24 @@ class OsCalls:
         """Waits until a file's bytes, or a directory's names, are on stable storage."""
         os.fsync(fd)
 
-    def utime(self, name: str, mtime_ns: int, dir_fd: int) -> None:
-        """Sets access and modification time of a name."""
-        os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=dir_fd, follow_symlinks=False)
+    def utime(self, target: str | int, mtime_ns: int, dir_fd: int | None = None) -> None:
+        """Sets access and modification time of an open file, or of a name."""
+        if isinstance(target, int):
+            os.utime(target, ns=(mtime_ns, mtime_ns))
+        else:
+            os.utime(target, ns=(mtime_ns, mtime_ns), dir_fd=dir_fd, follow_symlinks=False)
 
     def space(self, fd: int) -> tuple[int, int]:
         """(bytes in all, bytes that we may still use) of the file system."""
         found = os.fstatvfs(fd)
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
-    def lock(self, fd: int) -> None:
-        """Takes an exclusive ``flock`` or raises BlockingIOError at once; the kernel frees it with the process."""
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def lock(self, fd: int, *, free: bool = False) -> None:
+        """Takes an exclusive ``flock`` or raises BlockingIOError at once; the kernel frees it with the process.
+
+        With ``free`` it frees the lock, also for descriptors that share it.
+        """
+        fcntl.flock(fd, fcntl.LOCK_UN if free else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def file_system_magic(self, fd: int) -> int:
         """``f_type`` of ``fstatfs(2)``: which kind of file system this is."""
