@@ -39,8 +39,9 @@ OK_OUTCOMES = frozenset({Outcome.HIT, Outcome.STORED})
 Save = tuple[int, int, bytes, int, tuple[int, ...]]
 """(ticket, slot, address, group, block ids): copy the blocks into the slot."""
 
-Write = tuple[int, int, bytes, int, int]
-"""(ticket, slot, address, group, tier): write the slot to a persistent tier, after a save into it in the same plan."""
+Write = tuple[int, int, bytes, int, int, int, int]
+"""(ticket, slot, address, group, tier, turn, position): write the slot to a persistent tier, after a save into it in
+the same plan. Turn (rising with each request) and position in the chain say how recently it was used."""
 
 Fetch = tuple[int, int, bytes, int, int]
 """(ticket, slot, address, group, tier): read a record from a persistent tier into the slot."""

@@ -72,7 +72,7 @@ class FakeRank:
         for index, (ticket, slot, address, _, blocks) in enumerate(plan.saves):
             assert blocks
             self._done.append((ticket, self._save(slot, address, bool(failing_saves >> index & 1))))
-        for ticket, slot, address, _, tier in plan.writes:
+        for ticket, slot, address, _, tier, _turn, _position in plan.writes:
             self._write(Transfer(ticket, slot, address, tier, plan.epochs[tier]), slot in saved)
         for ticket, slot, address, _, tier in plan.fetches:
             assert not self._is_used(slot), "a read into a slot that is in use"

@@ -67,7 +67,7 @@ class Ledger:
                 self.open[number] = Ticket(kind, (slot,), address, tier, plan.generation, set(ranks))
         for load in plan.loads:
             self._sent_load(load, plan, filled, ranks)
-        for number, slot, address, _, tier in plan.writes:
+        for number, slot, address, _, tier, _turn, _position in plan.writes:
             saved = any(op[1] == slot and op[2] == address for op in plan.saves)
             assert saved or self.where.get(address) == slot, "a write of what is not in the slot"
             self.open[number] = Ticket("write", (slot,), address, tier, plan.generation, set(self.writers))

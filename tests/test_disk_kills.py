@@ -67,7 +67,7 @@ def _mortal(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("read", "write", "link", "unlink", "rmdir", "mkdir", "scandir", "stat", "utime", "lock", "unlock"):
+for _name in ("read", "write", "link", "unlink", "rmdir", "mkdir", "scandir", "stat", "utime", "lock"):
     setattr(MortalCalls, _name, _mortal(_name))
 
 

@@ -118,6 +118,16 @@ def test_a_hit_from_slots_or_disk_marks_the_records_as_used_head_last(lab: Store
         assert times == sorted(times, reverse=True) and len(set(times)) == 5
 
 
+def test_a_chain_that_was_only_stored_is_older_at_its_tail(lab: StoreLab) -> None:
+    with lab.store() as store:
+        lab.save(store, PROMPT[:32])
+        lab.save(store, PROMPT)
+        files = [next(lab.root.rglob(f"{address.hex()}.safetensors")) for address in store.addresses(PROMPT)]
+        head, tail = [file.stat().st_mtime_ns for file in files[:2]], [file.stat().st_mtime_ns for file in files[2:]]
+    assert head == sorted(head, reverse=True) and tail == sorted(tail, reverse=True)
+    assert len({*head, *tail}) == 5
+
+
 def test_a_prefix_is_found_and_another_continuation_is_not(lab: StoreLab) -> None:
     store = lab.store()
     lab.save(store, PROMPT)

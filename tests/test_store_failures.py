@@ -45,8 +45,10 @@ def _on_write(store: Store, address: bytes, patch: pytest.MonkeyPatch, do: Calla
     client = _disk(store)
     real = client.write
 
-    def write(asked: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        return do() if address in asked else list(real(asked, buffers, deadline))
+    def write(
+        asked: Sequence[bytes], buffers: Sequence[memoryview], deadline: float, used_ns: Sequence[int] = ()
+    ) -> list[Outcome]:
+        return do() if address in asked else list(real(asked, buffers, deadline, used_ns))
 
     patch.setattr(client, "write", write)
 
@@ -56,9 +58,11 @@ def _short_write(store: Store, address: bytes, patch: pytest.MonkeyPatch) -> Non
     real, lane, client = OsCalls.write, threading.local(), _disk(store)
     write_record = client.write
 
-    def write(asked: Sequence[bytes], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
+    def write(
+        asked: Sequence[bytes], buffers: Sequence[memoryview], deadline: float, used_ns: Sequence[int] = ()
+    ) -> list[Outcome]:
         lane.is_short = address in asked
-        return list(write_record(asked, buffers, deadline))
+        return list(write_record(asked, buffers, deadline, used_ns))
 
     def write_some(calls: OsCalls, fd: int, buffer: Any, offset: int) -> int:
         if not getattr(lane, "is_short", False):

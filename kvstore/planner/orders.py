@@ -84,14 +84,14 @@ class Orders:
         self._fetches.append((number, slot, address, 0, tier))
         return number
 
-    def write(self, address: bytes, slot: int, tier: int) -> None:
+    def write(self, track: Track, address: bytes, index: int, slot: int, tier: int) -> None:
         """A slot to a persistent tier; pins the slot."""
         state = self._state
         ticket = WriteTicket(address, slot, state.generation, tier, state.spec.writers, Outcome.STORED)
         number = self._add(ticket)
         state.writing[address, tier] = number
         state.slots.pin(slot, write=True)
-        self._writes.append((number, slot, address, 0, tier))
+        self._writes.append((number, slot, address, 0, tier, track.turn, index))
 
     def load(
         self, track: Track, first: int, parts: list[Part], tokens: list[int], tiers: list[int], lost: tuple[int, ...],

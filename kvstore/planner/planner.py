@@ -178,7 +178,7 @@ class Planner(Requests):
                 break
             track.save_cursor += 1
         while track.write_cursor < track.save_cursor:
-            if not self._write_lower(addresses[track.write_cursor], wanted):
+            if not self._write_lower(track, addresses[track.write_cursor], track.write_cursor, wanted):
                 break
             track.write_cursor += 1
 
@@ -201,7 +201,7 @@ class Planner(Requests):
         self.orders.save(track, address, index, taken, blocks)
         return True
 
-    def _write_lower(self, address: bytes, wanted: int) -> bool:
+    def _write_lower(self, track: Track, address: bytes, index: int, wanted: int) -> bool:
         """False if a writable tier lacks the address and can not be given it now."""
         state, slots = self.state, self.state.slots
         slot, mask = Catalog.split(state.catalog.code(address))
@@ -217,7 +217,7 @@ class Planner(Requests):
         if not slots.writes[slot] and slots.writing >= self._write_limit:
             return False
         for tier in tiers:
-            self.orders.write(address, slot, tier)
+            self.orders.write(track, address, index, slot, tier)
         return True
 
     # -- plan and report --------------------------------------------------------------------------------------------

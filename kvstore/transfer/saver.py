@@ -6,6 +6,9 @@ A snapshot is complete when `snapshot` returns, so the engine may reuse the bloc
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from time import time_ns
 
 from kvstore.messages import Outcome, Save, Write
 from kvstore.transfer.workspace import Workspace
@@ -13,12 +16,16 @@ from kvstore.transfer.workspace import Workspace
 WRITE_TIMEOUT = 30.0
 """Seconds for one write to a tier."""
 
+_REMEMBERED_TURNS = 4096
+
 
 class Saver:
     """Part of one executor."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, now_ns: Callable[[], int] = time_ns) -> None:
         self._space = workspace
+        self._now_ns = now_ns
+        self._turns: OrderedDict[int, int] = OrderedDict()
         self._slots_on_way = 0
         self._seal_lock = threading.Lock()
 
@@ -37,7 +44,7 @@ class Saver:
 
     def write(self, write: Write) -> None:
         """Queues a write of a slot, if the slot holds the address and few enough are on their way."""
-        ticket, slot, address, _group, tier = write
+        ticket, slot, address, _group, tier, turn, position = write
         space, channel = self._space, self._space.channels[tier]
         if not space.spec.is_writer:
             return
@@ -49,13 +56,14 @@ class Saver:
             return
         generation, deadline = space.generation, space.clock() + WRITE_TIMEOUT
         buffer = space.arena.buffer(slot)
+        used_ns = self._began(turn) - position
 
         def run() -> None:
             outcome, evicted = Outcome.SKIPPED, []
             if channel.gate.enter(generation):
                 try:
                     self._seal(slot, address, buffer)
-                    outcome = channel.client.write([address], [buffer], deadline)[0]
+                    outcome = channel.client.write([address], [buffer], deadline, [used_ns])[0]
                     evicted = channel.client.take_evicted()
                 finally:
                     channel.gate.leave()
@@ -70,6 +78,16 @@ class Saver:
         space.busy[slot] += 1
         if not channel.lane.submit(run, failed, is_load=False):
             self._written(ticket, slot, Outcome.SKIPPED)
+
+    def _began(self, turn: int) -> int:
+        """When the first chunk of a request was written (ns since 1970): one time for its whole chain, less one a
+        position, so that the tail is older than the head in whatever steps it was written."""
+        began = self._turns.get(turn)
+        if began is None:
+            began = self._turns[turn] = self._now_ns()
+            if len(self._turns) > _REMEMBERED_TURNS:
+                self._turns.popitem(last=False)
+        return began
 
     def _seal(self, slot: int, address: bytes, buffer: memoryview) -> None:
         # Once a slot, under a lock: two tiers may write one slot at the same time.
