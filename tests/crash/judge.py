@@ -88,6 +88,18 @@ def _fields(layout: struct.Struct, content: bytes) -> tuple[int, ...] | None:
     return layout.unpack(content[:-16])
 
 
+def _is_of_the_dead(draft: Path) -> bool:
+    """Whether a named draft is there that no process has open.
+
+    Not by its lock: between making the file and locking it a live writer has none, and trying it would disturb him.
+    """
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if link.readlink() == draft:
+                return False
+    return draft.exists()
+
+
 def look(root: Path, fd: int) -> Sight:
     """Looks at everything; while `locked`."""
     names, strays = [], []
@@ -110,9 +122,8 @@ def look(root: Path, fd: int) -> Sight:
             else:
                 dead, owed = dead + 1, owed + bytes_claimed
         elif path.name.startswith(".tmp-"):
-            with contextlib.suppress(FileNotFoundError):
-                if not _is_alive(path):
-                    strays.append(path.name)
+            if _is_of_the_dead(path):
+                strays.append(path.name)
         elif path.name not in {".kvstore", ".ledger", "namespace.json", "epoch"}:
             strays.append(path.name)
     ledger = _fields(_LEDGER, os.pread(fd, 4096, 0))
