@@ -12,12 +12,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstore.errors import ConfigError, ContractError
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
 from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
+from kvstore.tiers.disk_breaker import OPEN_KIND, DropBreaker
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
 from kvstore.tiers.disk_files import Files, Found, trouble
@@ -31,19 +33,16 @@ from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
 
 NAME = "disk"
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-_KEPT_KINDS = frozenset({"symlink", "not_a_file", "owner"})
 
 
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """What `attach` opened: replaced as a whole, never changed."""
 
-    __slots__ = ("directory", "format", "shard", "writer")
-
-    def __init__(self, directory: Directory, record_format: RecordFormat, shard: str, writer: RecordWriter) -> None:
-        self.directory = directory
-        self.format = record_format
-        self.shard = shard
-        self.writer = writer
+    directory: Directory
+    format: RecordFormat
+    shard: str
+    writer: RecordWriter
 
 
 class DiskTier(Tier):
@@ -84,6 +83,7 @@ class DiskTier(Tier):
         self._new_epoch = new_epoch
         self._files = Files(self._calls)
         self._pause = WritePause(clock, str(config.path))
+        self._breaker = DropBreaker(clock, str(config.path))
         self._root: Directory | None = open_root(config.path, self._calls, self._files, config.read_only)
         self._space = Space(self._calls, self._root, config.capacity, config.min_free, now_ns, self._evicted)
         self._opened: _Opened | None = None
@@ -100,7 +100,7 @@ class DiskTier(Tier):
         namespace, shard = namespace_directory(scope.namespace), geometry.shard.name
         writer = RecordWriter(self._calls, self._files, self._space, namespace, self._config.sync)
         self._space.report_for(namespace, shard)
-        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry), shard, writer)
+        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry, scope.key), shard, writer)
 
     def published_epoch(self) -> str:
         """See `Tier.published_epoch`.
@@ -165,7 +165,9 @@ class DiskTier(Tier):
         fan, name = record_name(address)
         try:
             directory = tree.directory(fan, make=False)
-            if self._clock() >= deadline:
+            if not self._breaker.allows():
+                found = Found(OPEN_KIND)
+            elif self._clock() >= deadline:
                 found = Found("late")
             elif directory is None:
                 found = Found("absent")
@@ -173,14 +175,15 @@ class DiskTier(Tier):
                 found = self._files.load(directory, name, buffer, lambda: self._clock() >= deadline)
             kind = found.kind or record.fault(address, buffer)
             if not kind:
+                self._breaker.succeeded()
                 return Outcome.HIT
             self._count("missed_records", reason=kind)
-            if kind == "late":
-                return Outcome.TIMEOUT
+            if kind in (OPEN_KIND, "late"):
+                return Outcome.UNAVAILABLE if kind == OPEN_KIND else Outcome.TIMEOUT
             if kind == "absent" or kind in FOREIGN_KINDS:
                 return Outcome.MISS
             status = found.status
-            if self._is_writer and directory is not None and status is not None and kind not in _KEPT_KINDS:
+            if self._breaker.may_drop(kind) and self._is_writer and directory is not None and status is not None:
                 self._space.freed(*self._files.drop(directory, name, status))
         except OSError as error:
             self._count("missed_records", reason=_reason(error))
@@ -206,7 +209,7 @@ class DiskTier(Tier):
     ) -> Outcome:
         if self._clock() >= deadline:
             return Outcome.TIMEOUT
-        if not self._pause.allows():
+        if not self._pause.allows() or not self._breaker.allows():
             return Outcome.SKIPPED
         try:
             result = writer.store(tree, address, buffer, lambda: self._clock() >= deadline)
@@ -215,6 +218,7 @@ class DiskTier(Tier):
             return self._failed(error)
         if result in (STORED, PRESENT):
             self._pause.resume()
+            self._breaker.succeeded()
             self._count("written_bytes", len(buffer) if result == STORED else 0)
             return Outcome.STORED
         if result == LATE:
@@ -277,8 +281,7 @@ class DiskTier(Tier):
             notes.append("named temporary files")
         if self._config.read_only:
             notes.append("read-only")
-        if self._pause.reason:
-            notes.append(f"not writing: {self._pause.reason}")
+        notes += [*self._pause.notes, *self._breaker.notes]
         space = self._space
         used, records = (space.used_bytes, space.records) if space.is_counted else (None, None)
         return TierStatus(self._config.capacity, used, records, tuple(notes))

@@ -25,7 +25,8 @@ _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENO
 class Found:
     """What a name led to when it was read: ``kind`` of trouble (``""`` for none), and the file for `Files.drop`.
 
-    Kinds: ``absent``, ``late`` (the deadline passed), ``symlink``, ``not_a_file``, ``owner``, ``size``.
+    Kinds: ``absent``, ``late`` (the deadline passed), ``symlink``, ``not_a_file``, ``owner``,
+    ``mode`` (not readable for its owner), ``size``.
     """
 
     kind: str
@@ -127,11 +128,12 @@ class Files:
                 draft.sync()
             try:
                 draft.link(name)
+                is_linked = True
             except FileExistsError:
-                return False
+                is_linked = False
             if sync:
                 self._calls.sync(directory.fd)
-            return True
+            return is_linked
         finally:
             draft.close()
 
@@ -166,6 +168,23 @@ class Files:
             return self.small(directory, name, len(page) - 1) == page
         except (FileNotFoundError, PermissionError):
             return False
+
+    def make_durable(self, directory: Directory, name: str) -> bool:
+        """Waits until ``name`` and its bytes are on stable storage; False if there is no such file.
+
+        Raises:
+            OSError: as open(2) and fsync(2).
+        """
+        try:
+            fd = self._calls.open(name, OPEN_FILE, dir_fd=directory.fd)
+        except FileNotFoundError:
+            return False
+        try:
+            self._calls.sync(fd)
+        finally:
+            self._calls.close(fd)
+        self._calls.sync(directory.fd)
+        return True
 
     def load(self, directory: Directory, name: str, buffer: memoryview, expired: Expired) -> Found:
         """Reads the whole of ``name`` into ``buffer``, whose length the file must have exactly.
@@ -249,9 +268,12 @@ class Files:
 
 
 def trouble(status: os.stat_result) -> str:
-    """Kind of what is not a regular file of ours, ``""`` for one that is."""
+    """Kind of what is not a regular file of ours that we may read, ``""`` for one that is."""
     if stat.S_ISLNK(status.st_mode):
         return "symlink"
     if not stat.S_ISREG(status.st_mode):
         return "not_a_file"
-    return "" if status.st_uid == os.geteuid() else "owner"
+    if status.st_uid != os.geteuid():
+        return "owner"
+    # Looked at here too for root, who could read it.
+    return "" if status.st_mode & stat.S_IRUSR else "mode"

@@ -91,19 +91,31 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
 
 def _open_or_make(path: Path, calls: OsCalls, read_only: bool) -> Directory:
     try:
-        return open_directory(calls, str(path))
+        root = open_directory(calls, str(path))
+        if not read_only:
+            _sync_parent(path, calls)  # who made it may have died before it did this
+        return root
     except FileNotFoundError:
         if read_only:
             raise _problem(path, "does not exist", "remove read_only: true, or name an existing store") from None
     except OSError as error:
         raise _refusal(path, error) from None
     try:
+        new = [path, *(above for above in path.parents if not above.exists())]
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # another process of this engine makes it at the same moment
             calls.mkdir(str(path), 0o700)
+        for made in new:
+            _sync_parent(made, calls)
         return open_directory(calls, str(path))
     except OSError as error:
         raise _refusal(path, error) from None
+
+
+def _sync_parent(path: Path, calls: OsCalls) -> None:
+    with contextlib.suppress(OSError):  # a directory that we may not read can not be synced by us
+        parent = open_directory(calls, f"{path.parent}/.")  # which may itself be a link
+        calls.sync(parent.fd)
 
 
 def _refusal(path: Path, error: OSError) -> ConfigError:
@@ -203,6 +215,8 @@ def publish_epoch(
             found = files.small(directory, EPOCH_FILE, 16)
             text = None if found is None else found.decode("ascii", "replace")
             if text is not None and EPOCH_NAME.fullmatch(text):
+                if not read_only:
+                    calls.sync(directory.fd)  # who published it may have died before it did this
                 return text
             if read_only:
                 break
