@@ -181,6 +181,7 @@ class DiskTier(Tier):
             if kind in (OPEN_KIND, "late"):
                 return Outcome.UNAVAILABLE if kind == OPEN_KIND else Outcome.TIMEOUT
             if kind == "absent" or kind in FOREIGN_KINDS:
+                self._breaker.undecided()
                 return Outcome.MISS
             status = found.status
             if self._breaker.may_drop(kind) and self._is_writer and directory is not None and status is not None:

@@ -54,6 +54,12 @@ class DropBreaker:
             self._retry_at = now + RETRY_SECONDS
             return True
 
+    def undecided(self) -> None:
+        """A read found nothing: that says nothing about the disk, so that the next one may be the attempt."""
+        if self._is_open:
+            with self._lock:
+                self._retry_at = self._clock()
+
     def may_drop(self, kind: str) -> bool:
         """Says that a read found damage of this kind; whether the record may be dropped for it."""
         if kind in KEPT_KINDS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from kvstore.tiers.disk_draft import OPEN_FILE, PIECE_BYTES, Directory, Draft, Expired
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.units import PAGE
+
+log = logging.getLogger(__name__)
 
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 
@@ -66,7 +69,7 @@ class Files:
                 return Draft(self._calls, directory, fd, "", use_direct)
             except OSError as error:
                 if use_direct and error.errno == errno.EINVAL:
-                    self.is_direct = False
+                    self._stop_direct()
                 elif error.errno in _NO_TMPFILE:
                     self.is_unnamed = False
                 else:
@@ -80,7 +83,8 @@ class Files:
         except OSError as error:
             if not use_direct or error.errno != errno.EINVAL:
                 raise
-            self.is_direct = use_direct = False
+            use_direct = False
+            self._stop_direct()
             self._forget(directory, name)  # some kernels make the file and refuse the flag only then
             fd = self._calls.open(name, flags, 0o600, dir_fd=directory.fd)
         draft = Draft(self._calls, directory, fd, name, use_direct)
@@ -92,6 +96,11 @@ class Files:
             draft.close()
             raise
         return draft
+
+    def _stop_direct(self) -> None:
+        if self.is_direct:
+            self.is_direct = False
+            log.warning("disk buffered: this file system refuses direct I/O, so records go through the page cache")
 
     def _forget(self, directory: Directory, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -114,7 +123,7 @@ class Files:
                 draft.close()
                 if not (draft.is_direct and error.errno == errno.EINVAL):
                     raise
-                self.is_direct = False
+                self._stop_direct()
             except BaseException:
                 draft.close()
                 raise
@@ -163,7 +172,7 @@ class Files:
         """Whether ``name`` is a regular file of ours of ``size`` bytes that starts with ``page``."""
         try:
             status = self._calls.stat(name, directory.fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != size:
+            if trouble(status) or status.st_size != size:
                 return False
             return self.small(directory, name, len(page) - 1) == page
         except (FileNotFoundError, PermissionError):
@@ -212,7 +221,7 @@ class Files:
         except OSError as error:
             if not (use_direct and error.errno == errno.EINVAL):
                 raise
-            self.is_direct = False
+            self._stop_direct()
             return self.load(directory, name, buffer, expired)
         finally:
             self._calls.close(fd)
@@ -226,7 +235,7 @@ class Files:
                 if error.errno != errno.EINVAL:
                     raise
                 if not trouble(self._calls.stat(name, directory.fd)):
-                    self.is_direct = False
+                    self._stop_direct()
         return self._calls.open(name, OPEN_FILE, dir_fd=directory.fd), False
 
     def _read_all(self, fd: int, buffer: memoryview, expired: Expired) -> str:

@@ -71,7 +71,10 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
         ConfigError: it can not be one; names the path and the remedy.
     """
     root = _open_or_make(path, calls, read_only)
-    status = calls.stat(root.fd)
+    try:
+        status, magic = calls.stat(root.fd), calls.file_system_magic(root.fd)
+    except OSError as error:
+        raise _refusal(path, error) from None
     if status.st_uid != os.geteuid():
         raise _problem(
             path,
@@ -80,7 +83,7 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
         )
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise _problem(path, "is writable by its group or by everyone", f"run chmod go-w {path}")
-    kind = REFUSED_FILE_SYSTEMS.get(calls.file_system_magic(root.fd))
+    kind = REFUSED_FILE_SYSTEMS.get(magic)
     if kind is not None:
         raise _problem(
             path, f"is on a file system of kind {kind}", "name a directory of a local disk, or use the redis tier"
@@ -178,6 +181,8 @@ def open_namespace(root: Directory, namespace: Namespace, calls: OsCalls, files:
         if read_only:
             directory = open_directory(calls, name, root)
         else:
+            if files.small(root, MARKER, len(MARKER_TEXT)) is None:
+                files.publish(root, MARKER, MARKER_TEXT)  # the disk was full when the root was opened
             directory = make_directory(calls, name, root, sync=True)
         found = files.small(directory, NAMESPACE_FILE, MAX_NAMESPACE_BYTES)
         if found is None and not read_only:
