@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
-from kvstore.testing.faults import MemoryCalls, MemoryDisk
+from kvstore.testing.faults import MemoryCalls
+from kvstore.testing.memory_disk import MemoryDisk
 from kvstore.testing.tier_suite import aligned_buffer, sample_address, sample_scope, sealed_record
 from kvstore.tiers.base import Scope
 from kvstore.tiers.disk import DiskConfig, DiskTier

@@ -10,7 +10,7 @@ import pytest
 from disk_memory import Host, StopAt, Stopped, leftovers, record, used_bytes
 
 from kvstore.messages import Outcome
-from kvstore.testing.faults import MemoryDisk
+from kvstore.testing.memory_disk import MemoryDisk
 from kvstore.testing.tier_suite import sample_address
 
 ROUNDS = 120

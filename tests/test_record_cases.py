@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from disk_memory import Host, leftovers, record
 
 from kvstore.layout import HEADER_BYTES
 from kvstore.messages import Outcome
-from kvstore.testing.faults import MemoryDisk
+from kvstore.testing.memory_disk import MemoryDisk
 from kvstore.testing.tier_suite import sample_address, sample_scope, sealed_record
+from kvstore.tiers import record_key
 from kvstore.tiers.base import Scope
 from kvstore.tiers.disk_breaker import DROPS, WINDOW_SECONDS
 from kvstore.tiers.record import RecordFormat, parse_header
@@ -88,9 +90,17 @@ def test_a_page_names_the_algorithm_and_the_namespace_the_key() -> None:
 
 
 def test_the_golden_key_has_this_id_and_this_checksum() -> None:
-    assert key_fields(SECRET) == {"key_id": "cf16652b732f7c53"}
+    assert key_fields(SECRET) == {"key_id": "324d47c111d5f136"}
     header = parse_header(bytes(sealed_record(SCOPES["key"], ADDRESS, 1)[:HEADER_BYTES]))
-    assert header.checksum.hex() == "d52c696ddd4d6ff28dd9667db90f181f7ac63ea639e87dd475337595c18bd253"
+    assert header.checksum.hex() == "de2b2e98b17975106b196a6ff2cf71caa275cf4f92fc063b9daae92a335b7d4b"
+
+
+def test_the_record_document_names_the_contexts_of_the_keys() -> None:
+    told = (Path(__file__).parent.parent / "docs" / "record.md").read_text()
+    source = Path(record_key.__file__).read_text()
+    contexts = re.findall(r'_CONTEXT = "(.+)"', source)
+    assert len(contexts) == 2
+    assert all(f"`{context}`" in told for context in contexts)
 
 
 def test_the_secret_is_in_no_file_and_in_nothing_that_is_shown(tmp_path: Path) -> None:

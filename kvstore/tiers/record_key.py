@@ -18,8 +18,8 @@ KEYED_CHECKSUM_BYTES = 32
 KEY_FIELD = "key_id"
 """Name of the namespace's field."""
 
-_KEY_CONTEXT = "kvstore 2026-01 record authentication key 1"
-_ID_CONTEXT = "kvstore 2026-01 record authentication key id 1"
+_KEY_CONTEXT = "tiered-kvstore 2026-01 record authentication key 1"
+_ID_CONTEXT = "tiered-kvstore 2026-01 record authentication key id 1"
 _ID_BYTES = 8
 
 
