@@ -1,4 +1,4 @@
-"""The disk tier's calls on a disk in memory: they fail on demand, do less than asked, and can be those of a dead process.
+"""The disk tier's calls on a disk in memory: they fail on demand, do less than asked, and can die as a process does.
 
 Invariant: what a call answers is what Linux answers on a local file system, as far as the disk tier can tell.
 """
