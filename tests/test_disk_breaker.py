@@ -10,7 +10,7 @@ from disk_faults import SLOT, Bench, read, write
 from kvstore.messages import Outcome
 from kvstore.testing.tier_suite import sample_address
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_breaker import DROPS, RETRY_SECONDS, WINDOW_SECONDS
+from kvstore.tiers.disk_breaker import DROPS, RETRY_SECONDS, WINDOW_SECONDS, DropBreaker
 
 COUNT = 20
 NOTE = f"breaker open: more than {DROPS} damaged records a minute"
@@ -79,6 +79,19 @@ def test_an_attempt_that_finds_damage_drops_nothing_and_is_the_only_one(
         assert read(tier, [COUNT - 2, COUNT - 1]) == [Outcome.DAMAGED, Outcome.UNAVAILABLE]
     assert len(bench.records()) == left
     assert caplog.records == []
+
+
+def test_while_an_attempt_runs_nobody_else_makes_one() -> None:
+    seconds = 0.0
+    breaker = DropBreaker(lambda: seconds, "store")
+    for _ in range(DROPS + 1):
+        breaker.may_drop("checksum")
+    seconds = RETRY_SECONDS
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    breaker.undecided()
+    assert [breaker.allows(), breaker.allows()] == [True, False]
+    breaker.succeeded()
+    assert [breaker.allows(), breaker.allows()] == [True, True]
 
 
 def test_dropping_goes_on_a_minute_later_and_the_store_heals(bench: Bench) -> None:

@@ -68,6 +68,22 @@ def test_with_sync_nothing_that_was_reported_is_lost(tmp_path: Path) -> None:
     assert reports > ROUNDS
 
 
+def test_with_sync_nothing_is_lost_that_began_with_a_process_that_was_killed_at_any_call(tmp_path: Path) -> None:
+    at, is_whole = 0, False
+    while not is_whole:
+        disk, stop = MemoryDisk(), StopAt(at)
+        try:
+            first = Host(tmp_path / "store", disk, sync=True, before=stop)
+            first.write([1])
+            first.calls.die()
+            is_whole = True
+        except Stopped:
+            at += 1
+        assert Host(tmp_path / "store", disk, sync=True).write([1]) == [Outcome.STORED]
+        assert Host(tmp_path / "store", disk.lose_power(), sync=True).read([1]) == [Outcome.HIT], at
+    assert at > 30
+
+
 def test_without_sync_a_loss_of_power_loses_records_and_serves_nothing_wrong(tmp_path: Path) -> None:
     lost = kept = 0
     for chance, survival in _seeds():

@@ -13,8 +13,10 @@ from stub_store import BLOCK, NAMESPACE, geometry
 
 from kvstore.config import describe, parse
 from kvstore.engine import Store
+from kvstore.layout import HEADER_BYTES
 from kvstore.tiers.base import tier_types
-from kvstore.tiers.record_key import RecordKey
+from kvstore.tiers.record import parse_header
+from kvstore.tiers.record_key import KEYED_CHECKSUM, RecordKey
 from kvstore.transfer.copies import PagedMemory
 
 SECRET = "0123456789abcdef"
@@ -43,6 +45,9 @@ def test_records_are_found_with_their_key_and_with_no_other(
         with _store(tmp_path / "store", SECRET) as store:
             assert store.namespace.fields["key_id"] == RecordKey(SECRET).key_id
             assert store.store(PROMPT, range(5)).tiers == {"disk": 5}
+        written = list(tmp_path.rglob("*.safetensors"))
+        pages = [parse_header(path.read_bytes()[:HEADER_BYTES]) for path in written]
+        assert [page.fields["checksum_algorithm"] for page in pages] == [KEYED_CHECKSUM] * 5
         with _store(tmp_path / "store", other) as store:
             assert store.lookup(PROMPT) == 0
             assert store.store(PROMPT, range(5)).tiers == {"disk": 5}

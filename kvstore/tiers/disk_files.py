@@ -137,12 +137,11 @@ class Files:
                 draft.sync()
             try:
                 draft.link(name)
-                is_linked = True
             except FileExistsError:
-                is_linked = False
+                return False
             if sync:
                 self._calls.sync(directory.fd)
-            return is_linked
+            return True
         finally:
             draft.close()
 

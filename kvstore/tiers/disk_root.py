@@ -220,8 +220,7 @@ def publish_epoch(
             found = files.small(directory, EPOCH_FILE, 16)
             text = None if found is None else found.decode("ascii", "replace")
             if text is not None and EPOCH_NAME.fullmatch(text):
-                if not read_only:
-                    calls.sync(directory.fd)  # who published it may have died before it did this
+                # Whoever needs it on stable storage syncs the directory that it is in with the epoch's own (`Tree`).
                 return text
             if read_only:
                 break
