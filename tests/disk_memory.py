@@ -70,11 +70,15 @@ class Host:
         self.counters = Counters()
         self.calls = MemoryCalls(disk, before, most)
         config = DiskConfig(path=root, capacity=capacity, min_free=0.0, sync=sync)
-        self.tier = DiskTier(
-            config, self.counters, True, self.calls, clock=lambda: self.seconds, now_ns=lambda: 2 * 10**18
-        )
-        self.tier.attach(scope)
-        self.tier.use_epoch(self.tier.published_epoch())
+        try:
+            self.tier = DiskTier(
+                config, self.counters, True, self.calls, clock=lambda: self.seconds, now_ns=lambda: 2 * 10**18
+            )
+            self.tier.attach(scope)
+            self.tier.use_epoch(self.tier.published_epoch())
+        except Stopped:
+            self.calls.die()
+            raise
 
     def write(self, numbers: Sequence[int]) -> list[Outcome]:
         """Stores records."""
