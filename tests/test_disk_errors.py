@@ -19,6 +19,8 @@ from kvstore.tiers import os_calls
 from kvstore.tiers.disk_pause import RETRY_SECONDS
 
 CALLS = ("open", "read", "write", "link", "unlink", "mkdir", "scandir", "stat", "sync", "utime", "space")
+LATER = 3600.0
+"""Seconds after which every consequence of an error is over."""
 HARMLESS = {Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.FULL, Outcome.UNAVAILABLE, Outcome.SKIPPED}
 
 
@@ -41,7 +43,7 @@ def _recovers(root: Path, disk: MemoryDisk, host: Host | None) -> None:
     """Without the fault, by the same process and by the next."""
     if host is not None:
         host.calls.before = nothing
-        host.seconds += RETRY_SECONDS
+        host.seconds += LATER
         assert host.write([1, 2, 3]) == [Outcome.STORED] * 3
         assert host.read([1, 2, 3]) == [Outcome.HIT] * 3
         # One error where the way of writing is found out leaves the other way, which is as good.
