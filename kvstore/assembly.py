@@ -19,6 +19,7 @@ from kvstore.metrics import Counters
 from kvstore.planner.planner import Planner, PlannerSpec, TierSpec
 from kvstore.policies.base import policies
 from kvstore.tiers.base import Scope, Tier, TierType, tier_types
+from kvstore.tiers.record_key import key_fields, record_key
 from kvstore.tiers.slots import SlotArena
 from kvstore.transfer.executor import Executor, ExecutorSpec
 from kvstore.transfer.prober import Prober
@@ -81,7 +82,11 @@ class Blueprint:
 
     def scope(self, namespace: Namespace, shard: int) -> Scope:
         """What the tiers of that shard serve."""
-        return Scope(namespace, (self.geometry_of(shard),))
+        return Scope(namespace, (self.geometry_of(shard),), record_key(self.config.identity.auth_key))
+
+    def key_fields(self) -> Mapping[str, str]:
+        """What the namespace of authenticated records says about their key; nothing without one."""
+        return key_fields(self.config.identity.auth_key)
 
     def planner(self, counters: Counters) -> Planner:
         """The engine's planner."""

@@ -49,7 +49,7 @@ class Store:
 
     Args:
         config: settings, see `kvstore.config`.
-        namespace: what determines the bytes besides the tokens.
+        namespace: what determines the bytes besides the tokens; the id of ``identity.auth_key`` joins it here.
         geometry: of a record; its ``chunk_tokens`` must be the configuration's.
         memory: the paged KV memory to save from and load into.
 
@@ -62,8 +62,9 @@ class Store:
         if geometry.chunk_tokens != config.chunk_tokens:
             raise LayoutMismatch(f"chunk_tokens: {config.chunk_tokens} configured, {geometry.chunk_tokens} declared")
         self.counters = Counters()
-        self.namespace = namespace
         self.blueprint: Blueprint = blueprint(config, geometry)
+        namespace = Namespace({**namespace.fields, **self.blueprint.key_fields()})
+        self.namespace = namespace
         self.planner = self.blueprint.planner(self.counters)
         self.planner.set_namespace(namespace.digest)
         self._arena: SlotArena = self.blueprint.arena()

@@ -95,10 +95,12 @@ def read_settings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Se
         geometry = RecordGeometry(group, config.chunk_tokens)
     except LayoutMismatch as error:
         raise ConfigError(f"KVStoreConnector: {error}") from None
+    plan = blueprint(config, geometry, adapt.topology(vllm_config, kv_cache_config))
+    fields = adapt.namespace_fields(vllm_config, kv_cache_config, group, config.chunk_tokens)
     return Settings(
         config=config,
-        blueprint=blueprint(config, geometry, adapt.topology(vllm_config, kv_cache_config)),
-        fields=adapt.namespace_fields(vllm_config, kv_cache_config, group, config.chunk_tokens),
+        blueprint=plan,
+        fields={**fields, **plan.key_fields()},
         saves=bool(transfer.is_kv_producer),
         loads=bool(transfer.is_kv_consumer),
         instance=adapt.instance_name(vllm_config),

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from kvstore.config.fields import STRICT, Duration, IsPath, Unit, store_path
@@ -21,6 +21,8 @@ _T = TypeVar("_T")
 
 AUTO = "auto"
 OFF = "off"
+MIN_SECRET = 16
+"""Characters of a key at least."""
 
 
 class TierKind(Protocol):
@@ -54,6 +56,18 @@ def _registered_policy(name: str) -> str:
     return name
 
 
+def _secret(text: str | None) -> str | None:
+    # No message here may show the value.
+    if text is not None and text != text.strip():
+        raise ValueError("the key begins or ends with white space; remove it, or other engines have another key")
+    if text is not None and len(text) < MIN_SECRET:
+        raise ValueError(
+            f"a key of {len(text)} characters can be guessed; write at least {MIN_SECRET} random ones, such as "
+            "${KV_AUTH_KEY} made by openssl rand -hex 32"
+        )
+    return text
+
+
 def _snapshot_dir(value: object) -> object:
     return value if value in (AUTO, OFF) else str(store_path(value))
 
@@ -81,16 +95,17 @@ class LimitsConfig:
     load_timeout: Annotated[Duration, Field(gt=0)] = 5.0
 
 
-@dataclass(frozen=True, slots=True, config=STRICT)
+@dataclass(frozen=True, slots=True, config=ConfigDict(**STRICT, hide_input_in_errors=True))
 class IdentityConfig:
-    """What enters the identity of the stored bytes, and what a reset of the engine's cache does."""
+    """What enters the identity of the stored bytes, and what a reset of the engine's cache does.
+
+    ``auth_key`` is a secret that authenticates records: without it nobody can make one that is served.
+    """
 
     weights_digest: Annotated[Literal["full", "sampled"], _only("full", "sampled is not available yet; write full")] = (
         "full"
     )
-    auth_key: Annotated[str | None, _only(None, "authenticated records are not available yet; write null")] = (
-        dataclasses.field(default=None, repr=False)
-    )
+    auth_key: Annotated[str | None, AfterValidator(_secret)] = dataclasses.field(default=None, repr=False)
     on_reset: Annotated[Literal["detach", "drop"], _only("detach", "drop is not available yet; write detach")] = (
         "detach"
     )

@@ -20,6 +20,7 @@ from kvstore.layout import HEADER_BYTES, GroupGeometry, LayerGeometry, RecordGeo
 from kvstore.messages import Outcome
 from kvstore.tiers.base import Scope, Tier
 from kvstore.tiers.record import RecordFormat
+from kvstore.tiers.record_key import key_fields, record_key
 
 FILL = 0xA5
 PATIENCE = 60.0
@@ -41,10 +42,13 @@ def sample_geometry(
     return RecordGeometry(GroupGeometry(0, "full_attention", 16, "HTC", rows), 32, shard or Shard())
 
 
-def sample_scope(model: str = "suite/model", geometry: RecordGeometry | None = None) -> Scope:
-    """A scope of one group; another ``model`` is another namespace."""
+def sample_scope(
+    model: str = "suite/model", geometry: RecordGeometry | None = None, secret: str | None = None
+) -> Scope:
+    """A scope of one group; another ``model`` is another namespace. With a ``secret``, of authenticated records."""
     geometry = geometry or sample_geometry()
-    return Scope(Namespace({"model": model, "groups": [geometry.group.identity()]}), (geometry,))
+    fields = {"model": model, "groups": [geometry.group.identity()], **key_fields(secret)}
+    return Scope(Namespace(fields), (geometry,), record_key(secret))
 
 
 def aligned_buffer(size: int) -> memoryview:
@@ -65,7 +69,7 @@ def sealed_record(scope: Scope, address: bytes, seed: int) -> memoryview:
     buffer = aligned_buffer(geometry.slot_bytes)
     payload = np.random.default_rng(seed).integers(0, 256, geometry.payload_bytes, dtype=np.uint8)
     np.frombuffer(buffer, np.uint8)[HEADER_BYTES : HEADER_BYTES + payload.size] = payload
-    RecordFormat(scope.namespace, geometry).seal(address, buffer)
+    RecordFormat(scope.namespace, geometry, scope.key).seal(address, buffer)
     return buffer
 
 
@@ -176,6 +180,18 @@ class TierSuite:
             assert list(other.scan()) == []
             assert other.delete(list(stored)) == [Outcome.MISS] * 3
             assert self.read_back(one, list(stored))[0] == [Outcome.HIT] * 3
+
+    def test_authenticated_records_are_read_with_their_key_only(self, place: Any) -> None:
+        keyed = sample_scope(secret="0123456789abcdef")
+        with self.opened(place, keyed) as one:
+            stored = self.filled(one, range(3), keyed)
+            outcomes, buffers = self.read_back(one, list(stored), keyed)
+            assert outcomes == [Outcome.HIT] * 3
+            assert [bytes(b) for b in buffers] == [bytes(b) for b in stored.values()]
+        for scope in (sample_scope(), sample_scope(secret="0123456789abcdeF")):
+            with self.opened(place, scope) as other:
+                assert other.contains(list(stored), soon()) == [Outcome.MISS] * 3
+                assert self.read_back(other, list(stored), scope)[0] == [Outcome.MISS] * 3
 
     def test_another_shard_has_its_own_records(self, place: Any) -> None:
         mine = sample_scope(geometry=sample_geometry(shard=Shard(0, 2)))

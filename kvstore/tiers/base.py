@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import RecordGeometry
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
+from kvstore.tiers.record_key import RecordKey
 from kvstore.tiers.tools import TierTools
 
 
@@ -28,11 +29,13 @@ from kvstore.tiers.tools import TierTools
 class Scope:
     """Which records a tier serves.
 
-    ``geometries`` has one entry per group, in group order; all on the same shard.
+    ``geometries`` has one entry per group, in group order; all on the same shard. ``key`` authenticates the records,
+    and its id is then in the namespace.
     """
 
     namespace: Namespace
     geometries: tuple[RecordGeometry, ...]
+    key: RecordKey | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

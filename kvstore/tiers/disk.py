@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstore.errors import ConfigError, ContractError
 from kvstore.messages import Outcome
 from kvstore.metrics import Counters
 from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
+from kvstore.tiers.disk_breaker import OPEN_KIND, DropBreaker
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
 from kvstore.tiers.disk_files import Files, Found
@@ -35,19 +37,16 @@ from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
 
 NAME = "disk"
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-_KEPT_KINDS = frozenset({"symlink", "not_a_file", "owner"})
 
 
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """What `attach` opened: replaced as a whole, never changed."""
 
-    __slots__ = ("directory", "format", "shard", "writer")
-
-    def __init__(self, directory: Directory, record_format: RecordFormat, shard: str, writer: RecordWriter) -> None:
-        self.directory = directory
-        self.format = record_format
-        self.shard = shard
-        self.writer = writer
+    directory: Directory
+    format: RecordFormat
+    shard: str
+    writer: RecordWriter
 
 
 class DiskTier(Tier):
@@ -90,6 +89,7 @@ class DiskTier(Tier):
         self._new_epoch = new_epoch
         self._files = Files(self._calls)
         self._pause = WritePause(clock, str(config.path))
+        self._breaker = DropBreaker(clock, str(config.path))
         self._root: Directory | None = open_root(config.path, self._calls, self._files, config.read_only)
         self._space = Space(
             self._calls, self._root, config.capacity, config.min_free, self._is_writer,
@@ -112,7 +112,7 @@ class DiskTier(Tier):
         if self._is_writer:
             with suppress(OSError):  # a full or a busy disk can be served from; the first write tries again
                 self._space.join()
-        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry), shard, writer)
+        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry, scope.key), shard, writer)
 
     def published_epoch(self) -> str:
         """See `Tier.published_epoch`.
@@ -173,7 +173,9 @@ class DiskTier(Tier):
         fan, name = record_name(address)
         try:
             directory = tree.directory(fan, make=False)
-            if self._clock() >= deadline:
+            if not self._breaker.allows():
+                found = Found(OPEN_KIND)
+            elif self._clock() >= deadline:
                 found = Found("late")
             elif directory is None:
                 found = Found("absent")
@@ -181,15 +183,18 @@ class DiskTier(Tier):
                 found = self._files.load(directory, name, buffer, lambda: self._clock() >= deadline)
             kind = found.kind or record.fault(address, buffer)
             if not kind:
+                self._breaker.succeeded()
                 return Outcome.HIT
             self._count("missed_records", reason=kind)
-            if kind == "late":
-                return Outcome.TIMEOUT
+            if kind in (OPEN_KIND, "late"):
+                return Outcome.UNAVAILABLE if kind == OPEN_KIND else Outcome.TIMEOUT
             if kind == "absent":
                 self._space.missed()
             if kind == "absent" or kind in FOREIGN_KINDS:
+                self._breaker.undecided()
                 return Outcome.MISS
-            if writer is not None and directory is not None and found.status is not None and kind not in _KEPT_KINDS:
+            may_drop = self._breaker.may_drop(kind)
+            if may_drop and writer is not None and directory is not None and found.status is not None:
                 writer.drop(directory, name, found.status)
         except OSError as error:
             self._count("missed_records", reason=_reason(error))
@@ -226,7 +231,7 @@ class DiskTier(Tier):
     ) -> Outcome:
         if limit.expired():
             return Outcome.TIMEOUT
-        if not self._pause.allows():
+        if not self._pause.allows() or not self._breaker.allows():
             return Outcome.SKIPPED
         try:
             result = writer.store(tree, address, buffer, used_ns, limit)
@@ -238,6 +243,7 @@ class DiskTier(Tier):
             return self._failed(error)
         if result in (STORED, PRESENT):
             self._pause.resume()
+            self._breaker.succeeded()
             self._space.refused(False)
             self._count("written_bytes", len(buffer) if result == STORED else 0)
             return Outcome.STORED
@@ -290,13 +296,8 @@ class DiskTier(Tier):
 
     def status(self) -> TierStatus:
         """See `Tier.status`. What is used is known at once, from the ledger, unless all has to be counted anew."""
-        notes = [] if self._files.is_direct else ["buffered"]
-        if not self._files.is_unnamed:
-            notes.append("named temporary files")
-        if self._config.read_only:
-            notes.append("read-only")
-        if self._pause.reason:
-            notes.append(f"not writing: {self._pause.reason}")
+        notes = [*self._files.notes, *(["read-only"] if self._config.read_only else [])]
+        notes += [*self._pause.notes, *self._breaker.notes]
         found = self._space.totals()
         used, records = (None, None) if found is None else (found.used, found.records)
         return TierStatus(self._config.capacity, used, records, tuple(notes))
@@ -343,7 +344,7 @@ TIER = TierType(
     volatile=False,
     capacity_bytes=attrgetter("capacity"),
     make=DiskTier,
-    tools=DiskTools,
     threads=4,  # verified reads of 1 MiB records: 1.7 GB/s, with 2 threads 1.4 (2 cores)
+    tools=DiskTools,
 )
 """The disk tier for the registry."""

@@ -28,6 +28,7 @@ from kvstore.layout import HEADER_BYTES
 from kvstore.tiers.disk_draft import OPEN_FILE
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.tiers.record import CHECKSUM, CODEC, FOREIGN_KINDS, Header, parse_header
+from kvstore.tiers.record_key import KEYED_CHECKSUM
 from kvstore.tiers.tools import Verdict
 from kvstore.units import MIB, PAGE
 
@@ -138,11 +139,15 @@ class RecordChecker:
             is_padded = is_padded and not any(self._piece[payload:length])
             at += length
         found, said = digest.hexdigest(), header.fields["checksum"]
-        if found != said:
+        is_keyed = header.fields["checksum_algorithm"] == KEYED_CHECKSUM
+        if is_keyed:
+            found = ""  # only who has the key can tell
+        elif found != said:
             return Checked("checksum", f"the header says {said}, the payload has {found}", status, header, found)
         if not is_padded:
             return Checked("pad", "the bytes after the payload are not zeros", status, header, found)
-        return Checked("", "", status, header, found)
+        detail = "authenticated: the payload was not checked, which needs the key" if is_keyed else ""
+        return Checked("", detail, status, header, found)
 
     def _read(self, fd: int, length: int, offset: int) -> int:
         """Reads up to ``length`` bytes into the piece; fewer only at the end of the file."""
@@ -167,7 +172,7 @@ def _header_fault(header: Header, expected: Expected) -> tuple[str, str]:
         return "namespace", f"a record of namespace {found['namespace'][:16]}"
     if expected.address and found["address"] != expected.address:
         return "address", f"the record of {found['address']}"
-    if found["codec"] != CODEC or found["checksum_algorithm"] != CHECKSUM:
+    if found["codec"] != CODEC or found["checksum_algorithm"] not in (CHECKSUM, KEYED_CHECKSUM):
         return "codec", f"codec {found['codec']}, checksum {found['checksum_algorithm']}"
     if expected.shard and found["shard"] != expected.shard:
         return "geometry", f"a record of shard {found['shard']}"

@@ -56,16 +56,20 @@ def open_directory(calls: OsCalls, name: str, parent: Directory | None = None) -
 
 
 def make_directory(calls: OsCalls, name: str, parent: Directory, sync: bool = False) -> Directory:
-    """Opens a directory that is made (0700) if it is not there; any number of processes may do so at once."""
+    """Opens a directory that is made (0700) if it is not there; any number of processes may do so at once.
+
+    With ``sync`` its name is on stable storage then: also where it was there, since who made it may not have asked for
+    that, or not have come so far.
+    """
     try:
-        return open_directory(calls, name, parent)
+        directory = open_directory(calls, name, parent)
     except FileNotFoundError:
-        pass
-    with contextlib.suppress(FileExistsError):
-        calls.mkdir(name, 0o700, dir_fd=parent.fd)
+        with contextlib.suppress(FileExistsError):
+            calls.mkdir(name, 0o700, dir_fd=parent.fd)
+        directory = open_directory(calls, name, parent)
     if sync:
         calls.sync(parent.fd)
-    return open_directory(calls, name, parent)
+    return directory
 
 
 class Draft:

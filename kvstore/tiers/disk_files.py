@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -18,6 +19,8 @@ from kvstore.tiers.disk_draft import OPEN_FILE, PIECE_BYTES, Directory, Draft, E
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.units import PAGE
 
+log = logging.getLogger(__name__)
+
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
 
 
@@ -25,7 +28,8 @@ _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENO
 class Found:
     """What a name led to when it was read: ``kind`` of trouble (``""`` for none), and the file for `Files.drop`.
 
-    Kinds: ``absent``, ``late`` (the deadline passed), ``symlink``, ``not_a_file``, ``owner``, ``size``.
+    Kinds: ``absent``, ``late`` (the deadline passed), ``symlink``, ``not_a_file``, ``owner``,
+    ``mode`` (not readable for its owner), ``size``.
     """
 
     kind: str
@@ -53,6 +57,11 @@ class Files:
         except OSError:
             self.is_unnamed = False
 
+    @property
+    def notes(self) -> list[str]:
+        """What of this did not work here, for people."""
+        return [*([] if self.is_direct else ["buffered"]), *([] if self.is_unnamed else ["named temporary files"])]
+
     def draft(self, directory: Directory, direct: bool = True) -> Draft:
         """Opens a new file without a name in ``directory``; ``direct`` False for small ones."""
         while True:
@@ -65,7 +74,7 @@ class Files:
                 return Draft(self._calls, directory, fd, "", use_direct)
             except OSError as error:
                 if use_direct and error.errno == errno.EINVAL:
-                    self.is_direct = False
+                    self._stop_direct()
                 elif error.errno in _NO_TMPFILE:
                     self.is_unnamed = False
                 else:
@@ -79,7 +88,8 @@ class Files:
         except OSError as error:
             if not use_direct or error.errno != errno.EINVAL:
                 raise
-            self.is_direct = use_direct = False
+            use_direct = False
+            self._stop_direct()
             self._forget(directory, name)  # some kernels make the file and refuse the flag only then
             fd = self._calls.open(name, flags, 0o600, dir_fd=directory.fd)
         draft = Draft(self._calls, directory, fd, name, use_direct)
@@ -95,6 +105,11 @@ class Files:
         # Somebody who collects what the dead left was faster than our lock.
         draft.close()
         return self._named_draft(directory, use_direct)
+
+    def _stop_direct(self) -> None:
+        if self.is_direct:
+            self.is_direct = False
+            log.warning("disk buffered: this file system refuses direct I/O, so records go through the page cache")
 
     def _forget(self, directory: Directory, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -117,7 +132,7 @@ class Files:
                 draft.close()
                 if not (draft.is_direct and error.errno == errno.EINVAL):
                     raise
-                self.is_direct = False
+                self._stop_direct()
             except BaseException:
                 draft.close()
                 raise
@@ -165,11 +180,28 @@ class Files:
         """Whether ``name`` is a regular file of ours of ``size`` bytes that starts with ``page``."""
         try:
             status = self._calls.stat(name, directory.fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != size:
+            if trouble(status) or status.st_size != size:
                 return False
             return self.small(directory, name, len(page) - 1) == page
         except (FileNotFoundError, PermissionError):
             return False
+
+    def make_durable(self, directory: Directory, name: str) -> bool:
+        """Waits until ``name`` and its bytes are on stable storage; False if there is no such file.
+
+        Raises:
+            OSError: as open(2) and fsync(2).
+        """
+        try:
+            fd = self._calls.open(name, OPEN_FILE, dir_fd=directory.fd)
+        except FileNotFoundError:
+            return False
+        try:
+            self._calls.sync(fd)
+        finally:
+            self._calls.close(fd)
+        self._calls.sync(directory.fd)
+        return True
 
     def load(self, directory: Directory, name: str, buffer: memoryview, expired: Expired) -> Found:
         """Reads the whole of ``name`` into ``buffer``, whose length the file must have exactly.
@@ -197,7 +229,7 @@ class Files:
         except OSError as error:
             if not (use_direct and error.errno == errno.EINVAL):
                 raise
-            self.is_direct = False
+            self._stop_direct()
             return self.load(directory, name, buffer, expired)
         finally:
             self._calls.close(fd)
@@ -211,7 +243,7 @@ class Files:
                 if error.errno != errno.EINVAL:
                     raise
                 if not trouble(self._calls.stat(name, directory.fd)):
-                    self.is_direct = False
+                    self._stop_direct()
         return self._calls.open(name, OPEN_FILE, dir_fd=directory.fd), False
 
     def _read_all(self, fd: int, buffer: memoryview, expired: Expired) -> str:
@@ -253,9 +285,12 @@ class Files:
 
 
 def trouble(status: os.stat_result) -> str:
-    """Kind of what is not a regular file of ours, ``""`` for one that is."""
+    """Kind of what is not a regular file of ours that we may read, ``""`` for one that is."""
     if stat.S_ISLNK(status.st_mode):
         return "symlink"
     if not stat.S_ISREG(status.st_mode):
         return "not_a_file"
-    return "" if status.st_uid == os.geteuid() else "owner"
+    if status.st_uid != os.geteuid():
+        return "owner"
+    # Looked at here too for root, who could read it.
+    return "" if status.st_mode & stat.S_IRUSR else "mode"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvstore.errors import TierUnavailable
 from kvstore.tiers.disk_draft import OPEN_FILE, Directory
 from kvstore.tiers.disk_members import Member, read_exactly, with_checksum, without_checksum, write_exactly
 from kvstore.tiers.disk_names import LEDGER_NAME
@@ -276,5 +277,8 @@ def _place(calls: OsCalls, root: Directory) -> bytes:
             boot = read_exactly(calls, fd, 64)
         finally:
             calls.close(fd)
-    status = calls.stat(root.fd)
+    try:
+        status = calls.stat(root.fd)
+    except OSError as error:
+        raise TierUnavailable(f"the root of the store can not be looked at: {error.strerror}") from None
     return xxhash.xxh3_128_digest(b"%b %d %d" % (boot, status.st_dev, status.st_ino))

@@ -30,6 +30,11 @@ class WritePause:
         self._retry_at = 0.0
         self.reason = ""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say in a status."""
+        return (f"not writing: {self.reason}",) if self.reason else ()
+
     def allows(self) -> bool:
         """Whether a write may be tried; while stopped one attempt in `RETRY_SECONDS` may."""
         if not self.reason:

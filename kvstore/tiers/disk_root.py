@@ -73,7 +73,10 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
         ConfigError: it can not be one; names the path and the remedy.
     """
     root = _open_or_make(path, calls, read_only)
-    status = calls.stat(root.fd)
+    try:
+        status, magic = calls.stat(root.fd), calls.file_system_magic(root.fd)
+    except OSError as error:
+        raise _refusal(path, error) from None
     if status.st_uid != os.geteuid():
         raise _problem(
             path,
@@ -82,7 +85,7 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
         )
     if stat.S_IMODE(status.st_mode) & 0o022:
         raise _problem(path, "is writable by its group or by everyone", f"run chmod go-w {path}")
-    kind = REFUSED_FILE_SYSTEMS.get(calls.file_system_magic(root.fd))
+    kind = REFUSED_FILE_SYSTEMS.get(magic)
     if kind is not None:
         raise _problem(
             path, f"is on a file system of kind {kind}", "name a directory of a local disk, or use the redis tier"
@@ -93,19 +96,31 @@ def open_root(path: Path, calls: OsCalls, files: Files, read_only: bool) -> Dire
 
 def _open_or_make(path: Path, calls: OsCalls, read_only: bool) -> Directory:
     try:
-        return open_directory(calls, str(path))
+        root = open_directory(calls, str(path))
+        if not read_only:
+            _sync_parent(path, calls)  # who made it may have died before it did this
+        return root
     except FileNotFoundError:
         if read_only:
             raise _problem(path, "does not exist", "remove read_only: true, or name an existing store") from None
     except OSError as error:
         raise _refusal(path, error) from None
     try:
+        new = [path, *(above for above in path.parents if not above.exists())]
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # another process of this engine makes it at the same moment
             calls.mkdir(str(path), 0o700)
+        for made in new:
+            _sync_parent(made, calls)
         return open_directory(calls, str(path))
     except OSError as error:
         raise _refusal(path, error) from None
+
+
+def _sync_parent(path: Path, calls: OsCalls) -> None:
+    with contextlib.suppress(OSError):  # a directory that we may not read can not be synced by us
+        parent = open_directory(calls, f"{path.parent}/.")  # which may itself be a link
+        calls.sync(parent.fd)
 
 
 def _refusal(path: Path, error: OSError) -> ConfigError:
@@ -168,6 +183,8 @@ def open_namespace(root: Directory, namespace: Namespace, calls: OsCalls, files:
         if read_only:
             directory = open_directory(calls, name, root)
         else:
+            if files.small(root, MARKER, len(MARKER_TEXT)) is None:
+                files.publish(root, MARKER, MARKER_TEXT)  # the disk was full when the root was opened
             directory = make_directory(calls, name, root, sync=True)
         found = files.small(directory, NAMESPACE_FILE, MAX_NAMESPACE_BYTES)
         if found is None and not read_only:
@@ -205,6 +222,7 @@ def publish_epoch(
             found = files.small(directory, EPOCH_FILE, 16)
             text = None if found is None else found.decode("ascii", "replace")
             if text is not None and EPOCH_NAME.fullmatch(text):
+                # Whoever needs it on stable storage syncs the directory that it is in with the epoch's own (`Tree`).
                 return text
             if read_only:
                 break

@@ -136,7 +136,9 @@ class RecordWriter:
             self._space.remove(lambda: self._files.drop(directory, name, status), SHORT_WAIT)
 
     def _is_same(self, directory: Directory, name: str, buffer: memoryview) -> bool:
-        return self._files.is_same(directory, name, bytes(buffer[:HEADER_BYTES]), len(buffer))
+        is_same = self._files.is_same(directory, name, bytes(buffer[:HEADER_BYTES]), len(buffer))
+        # Who wrote it may not have asked for that, or have died between the link and the sync.
+        return is_same and (not self._sync or self._files.make_durable(directory, name))
 
 
 def touch(

@@ -7,6 +7,7 @@ retries it, PEP 475). Names are relative to a directory's descriptor and are nev
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -25,8 +26,12 @@ class OsCalls:
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
-        """Closes a descriptor."""
-        os.close(fd)
+        """Closes a descriptor. Never fails: it is released whatever close(2) says, and who must know syncs first."""
+        try:
+            os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Reads into ``buffer``; fewer bytes than asked are possible, 0 is the end."""
@@ -92,7 +97,8 @@ class OsCalls:
         """``f_type`` of ``fstatfs(2)``: which kind of file system this is."""
         # statfs and not /proc/self/mountinfo: it answers for the directory that is open, whatever is mounted where.
         found = ctypes.create_string_buffer(_STATFS_BYTES)
-        if _LIBC.fstatfs(fd, found):
+        while _LIBC.fstatfs(fd, found):
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            if number != errno.EINTR:  # which Python retries for its own calls only
+                raise OSError(number, os.strerror(number))
         return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF

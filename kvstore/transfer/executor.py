@@ -74,7 +74,7 @@ class Executor:
         if channel is None:
             return
         channel.client.attach(scope)
-        self._space.format = RecordFormat(scope.namespace, scope.geometries[0])
+        self._space.format = RecordFormat(scope.namespace, scope.geometries[0], scope.key)
         channel.gate.attached()
         digest = scope.namespace.digest.hex()
         self._space.post(lambda: self._space.tier_states.append((tier, digest, "")))
