@@ -318,3 +318,16 @@ def test_a_terminal_gets_a_progress_bar_and_nothing_else_does(sample: Sample) ->
     assert "\r" not in text
     done = command("verify", sample.root)
     assert (done.stdout, done.stderr) == (text, "")
+
+
+def test_authenticated_records_are_no_damage_to_who_has_no_key_and_delete_leaves_them(sample: Sample) -> None:
+    keyed = sample_scope("keyed/model", secret="a secret of enough characters")
+    tier = sample.bench.open(keyed)
+    numbers = range(20, 23)
+    tier.write(
+        [sample_address(n) for n in numbers], [sealed_record(keyed, sample_address(n), n) for n in numbers], 1e18
+    )
+    assert len(sample.records(keyed)) == 3
+    assert findings(sample.root) == []
+    assert command("verify", sample.root, "--delete").returncode == 0
+    assert len(sample.records(keyed)) == 3
