@@ -85,15 +85,11 @@ class LimitsConfig:
 class IdentityConfig:
     """What enters the identity of the stored bytes, and what a reset of the engine's cache does."""
 
-    weights_digest: Annotated[Literal["full", "sampled"], _only("full", "sampled is not available yet; write full")] = (
-        "full"
-    )
+    weights_digest: Literal["full", "sampled"] = "full"
     auth_key: Annotated[str | None, _only(None, "authenticated records are not available yet; write null")] = (
         dataclasses.field(default=None, repr=False)
     )
-    on_reset: Annotated[Literal["detach", "drop"], _only("detach", "drop is not available yet; write detach")] = (
-        "detach"
-    )
+    on_reset: Literal["detach", "drop"] = "detach"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

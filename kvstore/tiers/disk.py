@@ -20,6 +20,7 @@ from kvstore.metrics import Counters
 from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
+from kvstore.tiers.disk_epochs import collect_epochs, replace_epoch
 from kvstore.tiers.disk_files import Files, Found, trouble
 from kvstore.tiers.disk_pause import WritePause
 from kvstore.tiers.disk_root import EPOCH_NAME, namespace_directory, open_namespace, open_root, publish_epoch
@@ -111,6 +112,10 @@ class DiskTier(Tier):
         return publish_epoch(
             self._attached().directory, self._calls, self._files, self._config.read_only, self._new_epoch
         )
+
+    def publish_epoch(self, epoch: str) -> None:
+        """See `Tier.publish_epoch`."""
+        replace_epoch(self._attached().directory, self._calls, self._files, epoch)
 
     def use_epoch(self, epoch: str) -> None:
         """See `Tier.use_epoch`. No I/O: directories are made by the first write."""
@@ -240,14 +245,28 @@ class DiskTier(Tier):
             directory = tree.directory(fan, make=False)
             if directory is None:
                 return Outcome.MISS
-            status = self._calls.stat(name, directory.fd)
-            self._calls.unlink(name, directory.fd)
+            self._remove(directory, name)
         except FileNotFoundError:
             return Outcome.MISS
         except OSError as error:
             return self._failed(error)
-        self._space.freed(status.st_blocks * 512)
         return Outcome.HIT
+
+    def _remove(self, directory: Directory, name: str) -> None:
+        status = self._calls.stat(name, directory.fd)
+        self._calls.unlink(name, directory.fd)
+        self._space.freed(status.st_blocks * 512)
+
+    def collect(self, limit: int) -> int:
+        """See `Tier.collect`."""
+        opened = self._opened
+        if opened is None or not self._is_writer:
+            return 0
+        try:
+            return collect_epochs(self._calls, self._files, opened.directory, self._remove, limit)
+        except OSError as error:
+            self._failed(error)
+            return 0
 
     def scan(self) -> Iterator[list[bytes]]:
         """See `Tier.scan`. A batch a directory; 3 us a record with a warm cache.
