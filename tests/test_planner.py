@@ -361,7 +361,9 @@ def test_another_epoch_of_a_tier_forgets_what_that_tier_had_and_no_more() -> Non
     stage.planner.set_epoch(1, OTHER_EPOCH)
     assert stage.planner.catalog.hint_counts == [0, 0, 4]
     assert stage.match("slots", b).tiers == (0, 0)
+    stage.planner.close("slots")
     assert stage.match("third", a).tiers == (2, 2)
+    stage.planner.close("third")
     stage.planner.set_epoch(2, OTHER_EPOCH)
     assert stage.found(b) == 32
     assert stage.found(a) == 0

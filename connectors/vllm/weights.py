@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -54,7 +55,9 @@ class LoadedWeights:
         if self._reason:
             raise TierUnavailable(self._reason)
         files = list(self._before)
-        late = _written_after_start(files)
+        # A process of the user's own may have written the model itself; a child that vLLM made has not.
+        is_child = multiprocessing.parent_process() is not None
+        late = written_after(files, _started_ns() + _START_SLACK_NS) if is_child else None
         if late is not None:
             raise TierUnavailable(_doubt(late))
         digest = sampled_weights_digest(files) if self._mode == "sampled" else weights_digest(files, cache_dir)
@@ -75,17 +78,13 @@ def _doubt(path: Path) -> str:
     )
 
 
-def _written_after_start(files: list[Path]) -> Path | None:
-    """A file that changed since this process started, where the engine started it to load the model.
+def written_after(files: Iterable[Path], moment_ns: int) -> Path | None:
+    """The first file that changed after a moment (nanoseconds since 1970), None for none.
 
-    A process of the user's own may have written the model itself; a child that vLLM made has not. A file that is
-    named by its content is no other than its name says, whenever it came.
+    A file that is named by its content has what its name says, whenever it came.
     """
-    if multiprocessing.parent_process() is None:
-        return None
-    started = _started_ns() + _START_SLACK_NS
     for path in files:
-        if not is_named_by_content(path) and path.stat().st_ctime_ns > started:
+        if not is_named_by_content(path) and path.stat().st_ctime_ns > moment_ns:
             return path
     return None
 
