@@ -21,7 +21,8 @@ from kvstore.metrics import Counters
 from kvstore.planner.tracks import Track
 from kvstore.tiers.slots import SlotArena
 from kvstore.transfer.copies import PagedMemory
-from kvstore.transfer.prober import take_events
+from kvstore.transfer.events import Opened, take_events
+from kvstore.transfer.executor import COLLECT_BATCH
 
 _PAUSE = 0.002
 
@@ -70,7 +71,7 @@ class Store:
         self._arena: SlotArena = self.blueprint.arena()
         self._executor = self.blueprint.executor(0, self._arena, self.counters)
         self._executor.register(memory)
-        self._prober = self.blueprint.prober(Counters(), lambda: namespace)
+        self._prober = self.blueprint.prober(Counters(), lambda: namespace, self._collect)
         self._lock = threading.RLock()
         self._next_request = 0
         self._is_open = True
@@ -246,8 +247,14 @@ class Store:
         return ended
 
     def _learn(self) -> None:
-        for opened in take_events(self._prober.drain(), self.planner):
-            self.planner.set_epoch(opened.tier, opened.epoch)
+        take_events(self._prober.drain(), self.planner, self._opened)
+
+    def _opened(self, opened: Opened) -> None:
+        self.planner.set_epoch(opened.tier, opened.epoch)
+
+    def _collect(self) -> None:
+        """On the prober's thread."""
+        self._executor.collect(COLLECT_BATCH)
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing that was ordered is open; whether that was reached."""

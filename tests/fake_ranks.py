@@ -103,7 +103,7 @@ class FakeRank:
             return
         is_held = self.content[write.slot] == write.address
         assert is_held or is_after_save, "a write of a slot that holds something else"
-        if is_held and len(self.writes) < self.write_limit:
+        if is_held and write.epoch and len(self.writes) < self.write_limit:
             self.writes.append(write)
         else:
             self._done.append((write.ticket, Outcome.SKIPPED))

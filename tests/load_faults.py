@@ -25,7 +25,8 @@ KINDS = ("damaged", "short_read", "io_error", "unavailable", "exception_in_the_l
 def addresses(engine: StubEngine, tokens: Sequence[int]) -> list[bytes]:
     """Addresses of the full chunks of a prompt."""
     side = engine.side
-    return list(LiveRequest(engine.request(tokens), "").addresses(side._addresser, side._hashes_per_chunk))
+    live = LiveRequest(engine.request(tokens), "")
+    return list(live.addresses(side._addresser_of(live), side._hashes_per_chunk))
 
 
 def disk_client(engine: StubEngine, rank: int = 0) -> Any:

@@ -21,6 +21,7 @@ class Ticket:
     address: bytes
     tier: int
     generation: int
+    epoch: str
     waiting: set[int]
     outcomes: set[Outcome] = field(default_factory=set)
 
@@ -64,13 +65,14 @@ class Ledger:
                 allowed = {"write"} if kind == "save" else set()
                 users = {t.kind for t in self.open.values() if slot in t.slots}
                 assert users <= allowed, f"a {kind} into a slot that {users} use"
-                self.open[number] = Ticket(kind, (slot,), address, tier, plan.generation, set(ranks))
+                self.open[number] = Ticket(kind, (slot,), address, tier, plan.generation, self._epoch(tier), set(ranks))
         for load in plan.loads:
             self._sent_load(load, plan, filled, ranks)
         for number, slot, address, _, tier, _turn, _position in plan.writes:
             saved = any(op[1] == slot and op[2] == address for op in plan.saves)
             assert saved or self.where.get(address) == slot, "a write of what is not in the slot"
-            self.open[number] = Ticket("write", (slot,), address, tier, plan.generation, set(self.writers))
+            epoch = self._epoch(tier)
+            self.open[number] = Ticket("write", (slot,), address, tier, plan.generation, epoch, set(self.writers))
         self.where = {address: slot for address, slot in self.where.items() if slot not in filled}
 
     def _sent_load(self, load: Load, plan: Plan, filled: dict[int, bytes], ranks: set[int]) -> None:
@@ -88,7 +90,7 @@ class Ledger:
             else:
                 assert self.where.get(address) == slot, "a load of a slot that not all ranks reported filled"
                 assert slot not in filled
-        self.open[number] = Ticket("load", tuple(p[0] for p in parts), b"", -1, plan.generation, set(ranks))
+        self.open[number] = Ticket("load", tuple(p[0] for p in parts), b"", -1, plan.generation, "", set(ranks))
         self.loading[number] = request_id, first_token // chunk, len(parts)
         if lost:
             self._refuse(request_id, first_token // chunk + len(parts))
@@ -109,7 +111,7 @@ class Ledger:
             ticket.outcomes.add(outcome)
             if not ticket.waiting:
                 del self.open[number]
-                if ticket.generation == self.generation:
+                if ticket.generation == self.generation and ticket.epoch == self._epoch(ticket.tier):
                     self._ended(ticket)
         for number, delivered, _ in batch.loaded:
             ticket, (request_id, first, least) = self.open[number], self.loading[number]
@@ -135,6 +137,14 @@ class Ledger:
             self.where[ticket.address] = ticket.slots[0]
         elif ticket.outcomes & GONE:
             self.hints.discard((ticket.tier, ticket.address))
+
+    def _epoch(self, tier: int) -> str:
+        return self.planner.state.epochs[tier] if tier >= 0 else ""
+
+    def forget_tier(self, tier: int) -> None:
+        """The tier has another epoch."""
+        self.hints = {(t, address) for t, address in self.hints if t != tier}
+        self.has_abandoned = True
 
     def forget(self) -> None:
         """The planner was reset."""

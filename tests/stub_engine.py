@@ -74,15 +74,25 @@ class StubEngine:
         """A counter of the scheduler's side."""
         return int(self.side.counters.value(name, **labels))
 
-    def request(self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1) -> Request:
+    def request(
+        self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1, lora: Any = None
+    ) -> Request:
         """A request that the engine does not know yet."""
         self._number += 1
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
-        return Request(f"r{self._number}", list(tokens), sampling, None, cache_salt=salt, block_hasher=self._hasher)
+        return Request(
+            f"r{self._number}",
+            list(tokens),
+            sampling,
+            None,
+            cache_salt=salt,
+            lora_request=lora,
+            block_hasher=self._hasher,
+        )
 
-    def add(self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1) -> str:
+    def add(self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1, lora: Any = None) -> str:
         """Adds a request; its id."""
-        request = self.request(tokens, salt=salt, max_tokens=max_tokens)
+        request = self.request(tokens, salt=salt, max_tokens=max_tokens, lora=lora)
         self.outputs[request.request_id] = []
         self.scheduler.add_request(request)
         return request.request_id
@@ -143,9 +153,9 @@ class StubEngine:
             if not self.step(pieces.pop(0) if pieces else 8192):
                 time.sleep(0.001)  # EngineCore does the same
 
-    def generate(self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1) -> str:
+    def generate(self, tokens: Sequence[int], *, salt: str | None = None, max_tokens: int = 1, lora: Any = None) -> str:
         """One request from its arrival to its end; its id."""
-        request_id = self.add(tokens, salt=salt, max_tokens=max_tokens)
+        request_id = self.add(tokens, salt=salt, max_tokens=max_tokens, lora=lora)
         self.run()
         assert len(self.outputs[request_id]) == max_tokens
         return request_id
@@ -170,9 +180,9 @@ class StubEngine:
         self.until(lambda: not self.planner.orders.open, "an order is never reported")
         self.planner.check()
 
-    def lookup(self, tokens: Sequence[int], local: int = 0, *, salt: str | None = None) -> int:
+    def lookup(self, tokens: Sequence[int], local: int = 0, *, salt: str | None = None, lora: Any = None) -> int:
         """The connector's answer for a prompt, once it is no more "ask me later"; the request then goes away."""
-        request, deadline = self.request(tokens, salt=salt), time.monotonic() + DEADLINE
+        request, deadline = self.request(tokens, salt=salt, lora=lora), time.monotonic() + DEADLINE
         self.connector.on_new_request(request)
         while True:
             count, is_async = self.connector.get_num_new_matched_tokens(request, local)

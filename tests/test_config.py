@@ -223,8 +223,6 @@ def test_numbers_from_code_are_in_base_units_and_still_checked() -> None:
     ("text", "place"),
     [
         ("save: {partial_tail: true}", "save.partial_tail: true is not available yet"),
-        ("identity: {weights_digest: sampled}", "identity.weights_digest: sampled is not available yet"),
-        ("identity: {on_reset: drop}", "identity.on_reset: drop is not available yet"),
     ],
 )
 def test_a_setting_that_is_not_built_yet_is_refused_by_name(text: str, place: str) -> None:

@@ -348,11 +348,64 @@ def test_reset_drops_everything_and_late_reports_of_the_old_generation_have_no_e
     assert stage.found(c) == 32
 
 
-def test_another_epoch_forgets_what_was_stored() -> None:
+OTHER_EPOCH = "00000000000000e2"
+
+
+def test_another_epoch_of_a_tier_forgets_what_that_tier_had_and_no_more() -> None:
+    stage = Stage(2, tiers=(NEAR, FAR, TierSpec("third", False, 1000)))
+    a, b = chain("a", 2), chain("b", 2)
+    stage.store("a", a)
+    stage.store("b", b)
+    stage.planner.set_epoch(1, EPOCH)
+    assert stage.planner.catalog.hint_counts == [0, 4, 4]
+    stage.planner.set_epoch(1, OTHER_EPOCH)
+    assert stage.planner.catalog.hint_counts == [0, 0, 4]
+    assert stage.match("slots", b).tiers == (0, 0)
+    stage.planner.close("slots")
+    assert stage.match("third", a).tiers == (2, 2)
+    stage.planner.close("third")
+    stage.planner.set_epoch(2, OTHER_EPOCH)
+    assert stage.found(b) == 32
+    assert stage.found(a) == 0
+
+
+def test_a_write_that_was_sent_in_another_epoch_is_not_believed() -> None:
     stage = Stage(8)
     a = chain("a", 2)
+    stage.offer("a", a)
+    stage.step(ends=False)
+    stage.planner.set_epoch(1, OTHER_EPOCH)
+    stage.rank.end_everything()
+    stage.report()
+    assert stage.planner.catalog.hint_counts == [0, 0]
+    assert stage.found(a) == 32, "the slots hold it all the same"
+    stage.planner.close("a")
+    stage.store("again", a)
+    assert stage.rank.store[1, OTHER_EPOCH] == set(a)
+    assert stage.planner.catalog.hint_counts == [0, 2]
+
+
+def test_a_write_that_was_not_sent_yet_is_done_in_the_new_epoch() -> None:
+    stage = Stage(8)
+    a = chain("a", 2)
+    stage.offer("a", a)
+    stage.planner.set_epoch(1, OTHER_EPOCH)
+    stage.step()
+    assert stage.rank.store == {(1, OTHER_EPOCH): set(a)}
+    assert stage.planner.catalog.hint_counts == [0, 2]
+
+
+def test_a_read_that_was_sent_in_another_epoch_fills_no_slot() -> None:
+    stage = Stage(2)
+    a, b = chain("a", 2), chain("b", 2)
     stage.store("a", a)
-    stage.planner.set_epoch(1, EPOCH)
-    assert stage.found(a) == 32
-    stage.planner.set_epoch(1, "00000000000000e2")
+    stage.store("b", b)
+    stage.load("again", a)
+    stage.step(ends=False)
+    stage.planner.set_epoch(1, OTHER_EPOCH)
+    stage.rank.end_everything()
+    stage.report()
     assert stage.found(a) == 0
+    slots = stage.planner.state.slots
+    assert slots.free == slots.count and stage.planner.orders.open == 0
+    stage.planner.check()

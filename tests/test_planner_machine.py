@@ -141,6 +141,18 @@ class PlannerMachine(EngineRules):
         for request in self.requests.values():
             request.promise = 0
 
+    @precondition(lambda self: self.far)
+    @rule(tier=st.integers(0, 1), is_lost=st.booleans())
+    def another_epoch(self, tier: int, is_lost: bool) -> None:
+        tier = self.far[tier % len(self.far)]
+        self.ledger.forget_tier(tier)
+        if is_lost:
+            self.planner.set_epoch(tier, "")
+        else:
+            self._publish(tier)
+        for request in self.requests.values():
+            request.promise = 0
+
     # -- what always holds ------------------------------------------------------------------------------------------
 
     @invariant()
@@ -186,6 +198,9 @@ class PlannerMachine(EngineRules):
             rank.write_limit = 1 << 30
             for tier in self.far:
                 rank.set_tier(tier, NAMESPACE)
+        for tier in self.far:
+            self._publish(tier)
+            self.ledger.forget_tier(tier)
         self.step(True)
         note(f"generation {self.planner.state.generation}, slots {self.planner.spec.slots}")
         for name in ("first", "second"):

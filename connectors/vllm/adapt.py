@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstore.assembly import Topology
-from kvstore.errors import LayoutMismatch, TierUnavailable
+from kvstore.errors import ConfigError, LayoutMismatch, TierUnavailable
 from kvstore.layout import GroupGeometry, LayerGeometry
-from kvstore.transfer.weights import weight_files, weights_digest
+from kvstore.transfer.weights import weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -215,8 +216,8 @@ def _rope_depends_on_length(hf: Mapping[str, Any]) -> bool:
     return "dynamic" in str(hf.get("rope_scaling", "")) or "dynamic" in str(hf.get("rope_parameters", ""))
 
 
-def digest_of_weights(vllm_config: VllmConfig, cache_dir: Path | None) -> str:
-    """Digest of every weight file of the model. Blocks while they are read.
+def weight_files_of(vllm_config: VllmConfig) -> list[Path]:
+    """Every weight file of the model.
 
     Raises:
         TierUnavailable: there are no files to tell these weights from others; says why.
@@ -229,19 +230,24 @@ def digest_of_weights(vllm_config: VllmConfig, cache_dir: Path | None) -> str:
         raise TierUnavailable(
             "no weight file of the model is on this machine, so its stored KV could not be told apart"
         )
-    return weights_digest(files, cache_dir)
+    return files
 
 
 def _model_folder(vllm_config: VllmConfig) -> Path | None:
     model = vllm_config.model_config
-    local = Path(str(model.model))
+    return _folder(str(model.model), model.revision)
+
+
+def _folder(name: str, revision: str | None) -> Path | None:
+    """A folder, or the local copy of a repository of that name."""
+    local = Path(name).expanduser()
     if local.is_dir():
         return local
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(model.model), revision=model.revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
         return None
 
@@ -249,10 +255,45 @@ def _model_folder(vllm_config: VllmConfig) -> Path | None:
 # -- requests and steps ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """What a request says of its LoRA adapter.
+
+    ``number`` is what the workers tell adapters apart by: of two with one number the first that was loaded serves both.
+    ``is_in_place``: the worker loads it anew, whatever it has.
+    """
+
+    name: str
+    path: str
+    number: int
+    is_three_dimensional: bool
+    is_in_place: bool
+
+
+def lora_of(request: Request) -> Lora | None:
+    """The adapter of a request."""
+    lora = request.lora_request
+    if lora is None:
+        return None
+    is_three_dimensional = bool(getattr(lora, "is_3d_lora_weight", False))  # since 0.31
+    in_place = bool(getattr(lora, "load_inplace", False))
+    return Lora(lora.lora_name, lora.lora_path, lora.lora_int_id, is_three_dimensional, in_place)
+
+
+def adapter_folder(path: str) -> Path:
+    """The folder that vLLM loads an adapter from. Blocks; not for the engine's thread.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    folder = _folder(path, None)
+    if folder is None:
+        raise ConfigError("its files are not on this machine")
+    return folder
+
+
 def bars_request(vllm_config: VllmConfig, request: Request) -> str:
     """Why a request's KV can be neither saved nor loaded; "" if it can."""
-    if request.lora_request is not None:
-        return "adapter"
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if request.mm_features and multimodal is not None:
         has_processor_cache = getattr(multimodal, "mm_processor_cache_gb", 1) > 0

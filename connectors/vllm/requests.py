@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.keys import Addresser
+from connectors.vllm.adapters import Adapter
+from kvstore.keys import Addresser, request_identity
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -16,22 +17,41 @@ class LiveRequest:
 
     Attributes:
         request: the engine's live object.
-        barred: why it is neither saved nor loaded, "" for no reason.
+        identity: what an address has of it besides its block hashes.
         local_tokens: what the engine had at the last lookup.
         has_asked: whether the prober was asked for it.
         is_refused: whether ordering a load for it failed: nothing is promised to it any more.
     """
 
-    __slots__ = ("_addresses", "_hashes", "barred", "has_asked", "is_refused", "local_tokens", "request")
+    __slots__ = (
+        "_adapter",
+        "_addresses",
+        "_barred",
+        "_hashes",
+        "has_asked",
+        "identity",
+        "is_refused",
+        "local_tokens",
+        "request",
+    )
 
-    def __init__(self, request: Request, barred: str) -> None:
+    def __init__(self, request: Request, barred: str, adapter: Adapter | None = None) -> None:
         self.request = request
-        self.barred = barred
+        self._adapter = adapter
+        # What is not known when the request comes is not waited for: its first chunks would be missing.
+        self._barred = barred or ("adapter" if adapter is not None and not adapter.digest else "")
+        self.identity = request_identity(adapter=adapter.digest if adapter is not None else b"")
         self.local_tokens = 0
         self.has_asked = False
         self.is_refused = False
         self._hashes: list[bytes] = []
         self._addresses: list[bytes] = []
+
+    @property
+    def barred(self) -> str:
+        """Why it is neither saved nor loaded (any more), "" for no reason."""
+        is_lost = self._adapter is not None and self._adapter.is_lost
+        return self._barred or ("adapter" if is_lost else "")
 
     def addresses(self, addresser: Addresser, hashes_per_chunk: int) -> Sequence[bytes]:
         """Addresses of the full chunks so far. Cost: one BLAKE3 a new chunk.

@@ -6,24 +6,31 @@ Runs on the engine's scheduler thread and never blocks on it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from connectors.vllm import adapt
+from connectors.vllm.adapters import Adapters
 from connectors.vllm.requests import LiveRequest
 from connectors.vllm.settings import Settings, digest_cache, log, log_start
+from connectors.vllm.weights import LoadedWeights
 from connectors.vllm.wire import HandshakeMetadata, PlanMetadata, ReportMetadata
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, ContractError, KVStoreError
 from kvstore.keys import Addresser, Namespace
 from kvstore.messages import Plan
 from kvstore.metrics import Counters
-from kvstore.transfer.prober import take_events
+from kvstore.transfer.events import Opened, take_events
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
+
+
+MAX_ADDRESSERS = 256
+"""Request identities whose addressers are kept."""
 
 
 class SchedulerSide:
@@ -40,31 +47,35 @@ class SchedulerSide:
         self.planner = self._blueprint.planner(self.counters)
         self._live: dict[str, LiveRequest] = {}
         self._namespace: Namespace | None = None
-        self._addresser: Addresser | None = None
-        self._detached: dict[int, str] = {}
-        self._is_detached = False
+        self._is_known = False
+        """Whether the planner has the namespace."""
+        self._addressers: OrderedDict[bytes, Addresser] = OrderedDict()
+        self._private: set[int] = set()
+        """Persistent tiers that this engine works in a private epoch of until it ends."""
         self._lost: list[tuple[str, tuple[int, ...]]] = []
+        self._weights = LoadedWeights(vllm_config, settings.config.identity.weights_digest)
         if not settings.has_persistent:
-            self._namespace = self._private()
+            self._namespace = self._own_namespace()
         self._snapshot = settings.snapshot_writer("scheduler")
         self._probed = Counters()
         self._prober = self._blueprint.prober(self._probed, self._resolve, self._publish)
+        self._adapters = Adapters(self._prober.run, digest_cache())
         log_start(settings)
         self._prober.start()
 
     def _resolve(self) -> Namespace:
         """On the prober's thread."""
         try:
-            weights = adapt.digest_of_weights(self._vllm_config, digest_cache())
+            weights = self._weights.digest(digest_cache())
         except KVStoreError:
             # Persistent tiers stay closed; slots work all the same.
-            self._namespace = self._private()
+            self._namespace = self._own_namespace()
             raise
         self._namespace = self.settings.namespace(weights)
         log.info("kvstore.namespace digest=%s", self._namespace.ns16)
         return self._namespace
 
-    def _private(self) -> Namespace:
+    def _own_namespace(self) -> Namespace:
         """A namespace of this process alone: slots die with it, so any weights identity of its own will do."""
         return self.settings.namespace(f"private:{secrets.token_hex(16)}")
 
@@ -92,7 +103,8 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         """A request arrived."""
-        self._live[request.request_id] = LiveRequest(request, adapt.bars_request(self._vllm_config, request))
+        barred = adapt.bars_request(self._vllm_config, request)
+        self._live[request.request_id] = LiveRequest(request, barred, self._adapters.of(request))
 
     def _of(self, request: Request) -> LiveRequest:
         live = self._live.get(request.request_id)
@@ -101,6 +113,16 @@ class SchedulerSide:
             live = self._live[request.request_id]
         return live
 
+    def _addresser_of(self, live: LiveRequest) -> Addresser:
+        found = self._addressers.get(live.identity)
+        if found is None:
+            if self._namespace is None:
+                raise ContractError("an address without a namespace")
+            found = self._addressers[live.identity] = Addresser(self._namespace.digest, 0, live.identity)
+            if len(self._addressers) > MAX_ADDRESSERS:
+                self._addressers.popitem(last=False)
+        return found
+
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: asked again every step while the request can not be placed."""
         live = self._of(request)
@@ -108,9 +130,9 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache or live.barred or live.is_refused or not self.settings.loads:
             return 0, False
         self._learn()
-        if self._addresser is None:
+        if not self._is_known:
             return 0, False
-        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        addresses = live.addresses(self._addresser_of(live), self._hashes_per_chunk)
         track = self.planner.track(request.request_id)
         match = self.planner.match(track, addresses, local_tokens, request.num_tokens - 1, monotonic())
         if match.tokens is None:
@@ -126,9 +148,9 @@ class SchedulerSide:
         live = self._of(request)
         track = self.planner.track(request.request_id)
         self.planner.admit(track, request.num_tokens, live.local_tokens, tokens, self._unasked(live))
-        if tokens <= 0 or self._addresser is None:
+        if tokens <= 0 or not self._is_known:
             return
-        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        addresses = live.addresses(self._addresser_of(live), self._hashes_per_chunk)
         self.planner.commit(track, addresses, live.local_tokens, tokens, blocks.get_block_ids()[0])
         self._prober.touch(addresses[: -(-(live.local_tokens + tokens) // self._chunk)])
 
@@ -136,21 +158,21 @@ class SchedulerSide:
         """Why a request that was never looked up was not."""
         if live.barred:
             return live.barred
-        return "not_open" if self._addresser is None else "filtered"
+        return "not_open" if not self._is_known else "filtered"
 
     # -- step -------------------------------------------------------------------------------------------------------
 
     def build_plan(self, scheduler_output: Any) -> PlanMetadata:
         """Offers what this step will have computed, and sends the step's orders."""
         self._learn()
-        if self.settings.saves and self._addresser is not None and not adapt.has_foreign_sync_loads(scheduler_output):
+        if self.settings.saves and self._is_known and not adapt.has_foreign_sync_loads(scheduler_output):
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
                 self._offer(scheduler_output, request_id, scheduled)
         return self._metadata(self.planner.plan(monotonic()))
 
     def _offer(self, scheduler_output: Any, request_id: str, scheduled: int) -> None:
         live = self._live.get(request_id)
-        if live is None or live.barred or self._addresser is None:
+        if live is None or live.barred or not self._is_known:
             return
         request = live.request
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -160,7 +182,7 @@ class SchedulerSide:
         full = tokens // self._chunk
         if full <= track.save_cursor and track.write_cursor == track.save_cursor:
             return
-        addresses = live.addresses(self._addresser, self._hashes_per_chunk)
+        addresses = live.addresses(self._addresser_of(live), self._hashes_per_chunk)
         self.planner.offer(
             track, addresses, tokens, adapt.block_table(scheduler_output, self.kv_cache_manager, request_id)
         )
@@ -199,26 +221,38 @@ class SchedulerSide:
         self.planner.close(request.request_id)
 
     def reset(self) -> None:
-        """Forgets everything and works in private epochs from now on. No I/O."""
-        self._is_detached = True
+        """Forgets everything, and starts every persistent tier anew as ``identity.on_reset`` says. No I/O."""
         self.planner.reset()
-        self._detached = {tier: secrets.token_hex(8) for tier, epoch in enumerate(self.planner.state.epochs) if epoch}
-        for tier, epoch in self._detached.items():
-            self.planner.state.epochs[tier] = epoch
-        self.planner.state.refresh()
-        self._prober.use_epochs(self._detached, self.planner.state.generation)
+        state, generation = self.planner.state, self.planner.state.generation
+        drops = self.settings.config.identity.on_reset == "drop"
+        dropped = [tier for tier in state.persistent if drops and state.spec.tiers[tier].is_writable]
+        for tier in dropped:
+            # Neither read nor written until the prober has published a new epoch.
+            self.planner.set_epoch(tier, "")
+        self._prober.drop(dropped, generation)
+        self._private.update(set(state.persistent) - set(dropped))
+        self._detach([tier for tier in self._private if state.epochs[tier]])
+
+    def _detach(self, tiers: Iterable[int]) -> None:
+        epochs = {tier: secrets.token_hex(8) for tier in tiers}
+        for tier, epoch in epochs.items():
+            self.planner.set_epoch(tier, epoch)
+        self._prober.detach(epochs, self.planner.state.generation)
+
+    def _opened(self, opened: Opened) -> None:
+        if opened.tier in self._private:
+            # The published epoch is of no use after a reset, also if the tier opens only now.
+            if not self.planner.state.epochs[opened.tier]:
+                self._detach([opened.tier])
+        elif opened.generation == self.planner.state.generation:
+            self.planner.set_epoch(opened.tier, opened.epoch)
 
     def _learn(self) -> None:
-        if self._addresser is None and self._namespace is not None:
-            self._addresser = Addresser(self._namespace.digest)
+        if not self._is_known and self._namespace is not None:
+            self._is_known = True
             self.planner.set_namespace(self._namespace.digest)
-        if not self._prober.has_events:
-            return
-        for opened in take_events(self._prober.drain(), self.planner):
-            self.planner.set_epoch(opened.tier, opened.epoch)
-            if self._is_detached:
-                # The engine's KV predates a reset that came before this tier opened.
-                self.reset()
+        if self._prober.has_events:
+            take_events(self._prober.drain(), self.planner, self._opened)
 
     # -- for people -------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.vllm import adapt
 from connectors.vllm.settings import Settings, digest_cache, log
+from connectors.vllm.weights import LoadedWeights
 from connectors.vllm.wire import HandshakeMetadata, PlanMetadata, ReportMetadata
 from kvstore.errors import KVStoreError
 from kvstore.metrics import Counters
 from kvstore.transfer.copies import PagedMemory
+from kvstore.transfer.executor import COLLECT_BATCH
 from kvstore.transfer.lanes import contain
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class WorkerSide:
         self.settings = settings
         self.rank = rank
         self.counters = Counters()
-        self._vllm_config = vllm_config
+        self._weights = LoadedWeights(vllm_config, settings.config.identity.weights_digest)
         self._plan = settings.blueprint
         self._arena = self._plan.arena()
         self.executor = self._plan.executor(rank, self._arena, self.counters, adapt.parent_cpus())
@@ -38,6 +40,7 @@ class WorkerSide:
         self._sequence = -1
         self._ended: set[str] = set()
         self._invalid: set[int] = set()
+        self._registered = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="kvstore-worker", daemon=True)
         self._thread.start()
@@ -51,6 +54,7 @@ class WorkerSide:
         geometry = self._plan.geometry
         names = [layer.name for layer in geometry.group.layers]
         self.executor.register(PagedMemory.from_tensors(geometry, {name: kv_caches[name] for name in names}))
+        self._registered.set()
 
     def handshake(self) -> HandshakeMetadata:
         """For the scheduler's side, once."""
@@ -112,10 +116,19 @@ class WorkerSide:
             contain("worker.open", lambda: self._open(persistent))
         while not self._stop.wait(self.settings.config.stats.every):
             contain("worker.publish", self._publish)
+            if persistent:
+                contain("worker.collect", self._collect)
+
+    def _collect(self) -> None:
+        self.executor.collect(COLLECT_BATCH)
 
     def _open(self, tiers: list[int]) -> None:
         try:
-            namespace = self.settings.namespace(adapt.digest_of_weights(self._vllm_config, digest_cache()))
+            digest = self._weights.digest(digest_cache())
+            # Whatever the order in which the engine does it: once its KV memory is there, the weights are loaded.
+            self._registered.wait()
+            self._weights.verify()
+            namespace = self.settings.namespace(digest)
         except KVStoreError as error:
             log.warning("kvstore.closed rank=%d reason=%s", self.rank, error)
             for tier in tiers:
@@ -126,9 +139,8 @@ class WorkerSide:
         while waiting and not self._stop.is_set():
             for tier in tuple(waiting):
                 try:
-                    self.executor.attach(tier, scope)
+                    self.executor.attach(tier, scope, measures=True)
                     waiting.remove(tier)
-                    self.executor.measure(tier)
                 except KVStoreError as error:
                     log.warning("kvstore.tier_closed rank=%d tier=%d reason=%s", self.rank, tier, error)
                     self.executor.detached(tier, str(error))
@@ -154,6 +166,7 @@ class WorkerSide:
     def close(self) -> None:
         """Finishes queued writes for a moment, then lets go."""
         self._stop.set()
+        self._registered.set()
         dropped = self.executor.close(CLOSE_SECONDS)
         if dropped:
             log.warning("kvstore.dropped rank=%d writes=%d reason=shutdown", self.rank, dropped)

@@ -102,13 +102,9 @@ class IdentityConfig:
     ``auth_key`` is a secret that authenticates records: without it nobody can make one that is served.
     """
 
-    weights_digest: Annotated[Literal["full", "sampled"], _only("full", "sampled is not available yet; write full")] = (
-        "full"
-    )
+    weights_digest: Literal["full", "sampled"] = "full"
     auth_key: Annotated[str | None, AfterValidator(_secret)] = dataclasses.field(default=None, repr=False)
-    on_reset: Annotated[Literal["detach", "drop"], _only("detach", "drop is not available yet; write detach")] = (
-        "detach"
-    )
+    on_reset: Literal["detach", "drop"] = "detach"
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -109,6 +109,11 @@ class Orders:
     def plan(self) -> Plan:
         """What was ordered since the last plan."""
         state = self._state
+        for column in (self._writes, self._fetches):
+            for operation in column:
+                ticket = self._tickets[operation[0]]
+                if isinstance(ticket, (FetchTicket, WriteTicket)):
+                    ticket.epoch = state.epochs[ticket.tier]
         plan = Plan(
             state.plans, state.generation, tuple(state.epochs), tuple(self._saves), tuple(self._writes),
             tuple(self._fetches), tuple(self._loads), tuple(self._acks),
@@ -126,6 +131,18 @@ class Orders:
         self._saved_slots.clear()
         for number in unsent:
             self._finish(number, Outcome.SKIPPED)
+
+    def forget_sent(self, tier: int) -> None:
+        """The tier has another epoch: what was sent ends without effect; what was not is done in the new one."""
+        state = self._state
+        for number, ticket in self._tickets.items():
+            if not isinstance(ticket, (FetchTicket, WriteTicket)) or ticket.tier != tier or not ticket.epoch:
+                continue
+            if isinstance(ticket, FetchTicket):
+                if state.fetching.get(ticket.address) == number:
+                    del state.fetching[ticket.address]
+            elif state.writing.get((ticket.address, tier)) == number:
+                del state.writing[ticket.address, tier]
 
     def _surrender(self, load: Load) -> Load:
         number, request_id, group, parts, lost = load
@@ -179,11 +196,10 @@ class Orders:
         state, ticket = self._state, self._tickets.pop(number)
         if isinstance(ticket, LoadTicket):
             raise ContractError("a load has a ticket of another kind")
-        is_current = ticket.generation == state.generation
         if isinstance(ticket, WriteTicket):
             if state.writing.get((ticket.address, ticket.tier)) == number:
                 del state.writing[ticket.address, ticket.tier]
-            if outcome == Outcome.STORED and is_current:
+            if outcome == Outcome.STORED and self._is_current(ticket):
                 state.catalog.add_hint(ticket.address, ticket.tier)
             state.accounts.written(ticket.tier, outcome)
             state.release(ticket.slot, write=True)
@@ -191,13 +207,19 @@ class Orders:
         if isinstance(ticket, FetchTicket):
             if state.fetching.get(ticket.address) == number:
                 del state.fetching[ticket.address]
+            is_current = self._is_current(ticket)
             if outcome in (Outcome.MISS, Outcome.DAMAGED) and is_current:
                 state.catalog.drop_hint(ticket.address, ticket.tier)
             state.accounts.fetched(ticket.tier, outcome)
-            self._finish_fill(ticket, outcome == Outcome.HIT)
+            self._finish_fill(ticket, outcome == Outcome.HIT and is_current)
         else:
             state.accounts.saved(outcome)
             self._finish_fill(ticket, outcome == Outcome.STORED)
+
+    def _is_current(self, ticket: FetchTicket | WriteTicket) -> bool:
+        """Whether what it did is in the epoch that is used now."""
+        state = self._state
+        return ticket.generation == state.generation and ticket.epoch == state.epochs[ticket.tier] != ""
 
     def _finish_fill(self, ticket: SaveTicket | FetchTicket, is_good: bool) -> None:
         state = self._state

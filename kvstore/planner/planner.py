@@ -249,18 +249,23 @@ class Planner(Requests):
         self.state.refresh()
 
     def set_epoch(self, tier: int, epoch: str) -> None:
-        """The epoch of a persistent tier; another one than before forgets everything stored."""
+        """The epoch of a persistent tier, "" for none that could be used.
+
+        Another one than before forgets what this tier had, and what is on its way from or to it ends without effect.
+        Slots and other tiers are as they were: only a `reset` says that the engine's KV is another. O(catalog).
+        """
         if self.state.epochs[tier] == epoch:
             return
         if self.state.epochs[tier]:
-            self.reset()
+            self.state.catalog.drop_hints(tier)
+            self.orders.forget_sent(tier)
         self.state.epochs[tier] = epoch
         self.state.refresh()
 
     def reset(self) -> None:
         """Forgets everything stored; what is on its way ends without effect, live requests save nothing more.
 
-        No I/O. The caller gives the persistent tiers new epochs.
+        No I/O. The caller gives the persistent tiers new epochs (`set_epoch`).
         """
         state = self.state
         state.generation += 1

@@ -77,7 +77,7 @@ class SaveTicket:
 
 @dataclass(slots=True)
 class FetchTicket:
-    """An ordered read of a tier into a slot."""
+    """An ordered read of a tier into a slot; ``epoch`` is the one of the plan that it was sent in, "" before."""
 
     address: bytes
     slot: int
@@ -85,11 +85,12 @@ class FetchTicket:
     tier: int
     waiting: int
     outcome: int
+    epoch: str = ""
 
 
 @dataclass(slots=True)
 class WriteTicket:
-    """An ordered write of a slot to a tier; only the writing ranks answer."""
+    """An ordered write of a slot to a tier; only the writing ranks answer. ``epoch`` as of a `FetchTicket`."""
 
     address: bytes
     slot: int
@@ -97,6 +98,7 @@ class WriteTicket:
     tier: int
     waiting: int
     outcome: int
+    epoch: str = ""
 
 
 @dataclass(slots=True)

@@ -217,6 +217,26 @@ class TierSuite:
         with self.opened(place) as tier:
             assert tier.published_epoch() == published
 
+    def test_publishing_another_epoch_lets_everyone_start_anew(self, place: Any) -> None:
+        with self.opened(place) as one, self.opened(place, writer=False) as other:
+            old = one.published_epoch()
+            stored = self.filled(one, range(2))
+            other.publish_epoch("0123456789abcdef")
+            assert one.published_epoch() == other.published_epoch() == "0123456789abcdef" != old
+            assert other.contains(list(stored), soon()) == [Outcome.HIT] * 2, "a client stays where it is"
+        with self.opened(place) as tier:
+            assert self.read_back(tier, list(stored))[0] == [Outcome.MISS] * 2
+
+    def test_collecting_leaves_what_is_published_and_what_a_client_writes_in(self, place: Any) -> None:
+        with self.opened(place) as one, self.opened(place) as other:
+            stored = self.filled(one, range(2))
+            other.use_epoch("0123456789abcdef")
+            private = self.filled(other, range(2, 4))
+            for _ in range(3):
+                assert one.collect(1000) == other.collect(1000) == 0
+            assert self.read_back(one, list(stored))[0] == [Outcome.HIT] * 2
+            assert self.read_back(other, list(private))[0] == [Outcome.HIT] * 2
+
     def test_storing_twice_is_stored_and_changes_nothing(self, place: Any) -> None:
         with self.opened(place) as tier:
             stored = self.filled(tier, [1])

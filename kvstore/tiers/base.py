@@ -74,6 +74,16 @@ class Tier(ABC):
         """Name (16 hex digits) of the epoch that everyone uses, made if there is none yet. Blocks."""
 
     @abstractmethod
+    def publish_epoch(self, epoch: str) -> None:
+        """Makes everyone start anew: what `published_epoch` says from now on is not what it said before. Blocks.
+
+        ``epoch`` (16 hex digits, random, never used before) unless somebody else published another one meanwhile.
+
+        Raises:
+            TierUnavailable: it could not be; what is published may be the old one still.
+        """
+
+    @abstractmethod
     def use_epoch(self, epoch: str) -> None:
         """Names the epoch that the verbs below work in from now on; a running verb stays in its own."""
 
@@ -124,6 +134,14 @@ class Tier(ABC):
     @abstractmethod
     def status(self) -> TierStatus:
         """Cheap; from memory."""
+
+    def collect(self, limit: int) -> int:
+        """Removes up to ``limit`` records of epochs of this namespace that are neither published nor used by anyone.
+
+        The number removed. Blocks; called again and again from a background thread of a writing client. A tier that
+        forgets by itself has nothing to do.
+        """
+        return 0
 
     def measure(self) -> None:  # noqa: B027
         """Finds out what `status` has to say, where that takes a while. Blocks; called from a background thread."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter
 
 from kvstore.errors import ConfigError, ContractError
@@ -23,30 +22,21 @@ from kvstore.tiers.base import Scope, Tier, TierStatus, TierType
 from kvstore.tiers.disk_breaker import OPEN_KIND, DropBreaker
 from kvstore.tiers.disk_config import DiskConfig
 from kvstore.tiers.disk_draft import Directory
+from kvstore.tiers.disk_epochs import replace_epoch
 from kvstore.tiers.disk_files import Files, Found
-from kvstore.tiers.disk_ledger import LedgerLocked
+from kvstore.tiers.disk_ledger import LedgerLocked, error_name
 from kvstore.tiers.disk_names import record_name
 from kvstore.tiers.disk_pause import WritePause
 from kvstore.tiers.disk_root import EPOCH_NAME, namespace_directory, open_namespace, open_root, publish_epoch
 from kvstore.tiers.disk_space import IN_FLIGHT, LATE, TOO_LARGE, Space
 from kvstore.tiers.disk_tools import DiskTools
 from kvstore.tiers.disk_tree import ABSENT, Tree
-from kvstore.tiers.disk_writer import PRESENT, STORED, Limit, RecordWriter, touch
+from kvstore.tiers.disk_writer import PRESENT, STORED, Attached, Limit, RecordWriter, touch
 from kvstore.tiers.os_calls import OsCalls
 from kvstore.tiers.record import FOREIGN_KINDS, RecordFormat
 
 NAME = "disk"
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What `attach` opened: replaced as a whole, never changed."""
-
-    directory: Directory
-    format: RecordFormat
-    shard: str
-    writer: RecordWriter
 
 
 class DiskTier(Tier):
@@ -95,7 +85,7 @@ class DiskTier(Tier):
             self._calls, self._root, config.capacity, config.min_free, self._is_writer,
             clock, sleep, now_ns, self._evicted,
         )  # fmt: skip
-        self._opened: _Opened | None = None
+        self._opened: Attached | None = None
         self._tree: Tree | None = None
 
     def attach(self, scope: Scope) -> None:
@@ -112,7 +102,7 @@ class DiskTier(Tier):
         if self._is_writer:
             with suppress(OSError):  # a full or a busy disk can be served from; the first write tries again
                 self._space.join()
-        self._opened = _Opened(directory, RecordFormat(scope.namespace, geometry, scope.key), shard, writer)
+        self._opened = Attached(directory, RecordFormat(scope.namespace, geometry, scope.key), shard, writer)
 
     def published_epoch(self) -> str:
         """See `Tier.published_epoch`.
@@ -123,6 +113,10 @@ class DiskTier(Tier):
         return publish_epoch(
             self._attached().directory, self._calls, self._files, self._config.read_only, self._new_epoch
         )
+
+    def publish_epoch(self, epoch: str) -> None:
+        """See `Tier.publish_epoch`."""
+        replace_epoch(self._attached().directory, self._calls, self._files, epoch)
 
     def use_epoch(self, epoch: str) -> None:
         """See `Tier.use_epoch`. No I/O: directories are made by the first write."""
@@ -166,7 +160,7 @@ class DiskTier(Tier):
         self._count("read_seconds", self._clock() - started)
         return outcomes
 
-    def _read_one(self, tree: Tree, opened: _Opened, address: bytes, buffer: memoryview, deadline: float) -> Outcome:
+    def _read_one(self, tree: Tree, opened: Attached, address: bytes, buffer: memoryview, deadline: float) -> Outcome:
         record, writer = opened.format, opened.writer if self._is_writer else None
         if len(buffer) != record.slot_bytes:
             raise ContractError(f"a buffer of {len(buffer)} bytes for records of {record.slot_bytes}")
@@ -197,7 +191,7 @@ class DiskTier(Tier):
             if may_drop and writer is not None and directory is not None and found.status is not None:
                 writer.drop(directory, name, found.status)
         except OSError as error:
-            self._count("missed_records", reason=_reason(error))
+            self._count("missed_records", reason=error_name(error))
             return self._failed(error)
         return Outcome.DAMAGED
 
@@ -238,7 +232,7 @@ class DiskTier(Tier):
         except OSError as error:
             if isinstance(error, LedgerLocked) and limit.expired():
                 return Outcome.TIMEOUT
-            self._pause.stop(_reason(error))
+            self._pause.stop(error_name(error))
             self._space.refused(error.errno in _FULL_ERRORS)
             return self._failed(error)
         if result in (STORED, PRESENT):
@@ -269,6 +263,17 @@ class DiskTier(Tier):
             return Outcome.HIT if writer.delete(tree, address) else Outcome.MISS
         except OSError as error:
             return self._failed(error)
+
+    def collect(self, limit: int) -> int:
+        """See `Tier.collect`."""
+        opened = self._opened
+        if opened is None or not self._is_writer:
+            return 0
+        try:
+            return opened.writer.collect(opened.directory, limit)
+        except OSError as error:
+            self._failed(error)
+            return 0
 
     def scan(self) -> Iterator[list[bytes]]:
         """See `Tier.scan`. A batch a directory; 3 us a record with a warm cache.
@@ -307,7 +312,7 @@ class DiskTier(Tier):
         try:
             self._space.measure()
         except OSError as error:
-            self._count("tier_errors", reason=_reason(error))
+            self._count("tier_errors", reason=error_name(error))
 
     def close(self) -> None:
         """See `Tier.close`. A verb that still runs keeps what it uses until it ends."""
@@ -317,23 +322,19 @@ class DiskTier(Tier):
     def _evicted(self, records: int) -> None:
         self._count("evicted_chunks", records)
 
-    def _attached(self) -> _Opened:
+    def _attached(self) -> Attached:
         if self._opened is None:
             raise ContractError("the tier is not attached")
         return self._opened
 
     def _failed(self, error: OSError) -> Outcome:
-        self._count("tier_errors", reason=_reason(error))
+        self._count("tier_errors", reason=error_name(error))
         return Outcome.FULL if error.errno in _FULL_ERRORS else Outcome.UNAVAILABLE
 
     def _count(self, name: str, amount: float = 1, reason: str = "") -> None:
         if amount:
             with self._counting:
                 self._counters.add(f"{name}_total", amount, tier=NAME, reason=reason)
-
-
-def _reason(error: OSError) -> str:
-    return "ledger_locked" if isinstance(error, LedgerLocked) else errno.errorcode.get(error.errno or 0, "OSError")
 
 
 TIER = TierType(

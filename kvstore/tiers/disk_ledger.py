@@ -282,3 +282,8 @@ def _place(calls: OsCalls, root: Directory) -> bytes:
     except OSError as error:
         raise TierUnavailable(f"the root of the store can not be looked at: {error.strerror}") from None
     return xxhash.xxh3_128_digest(b"%b %d %d" % (boot, status.st_dev, status.st_ino))
+
+
+def error_name(error: OSError) -> str:
+    """An operating system error as a label of counters: ``ENOSPC``, ``ledger_locked``."""
+    return "ledger_locked" if isinstance(error, LedgerLocked) else errno.errorcode.get(error.errno or 0, "OSError")

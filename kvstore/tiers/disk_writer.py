@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from kvstore.errors import ContractError
 from kvstore.layout import HEADER_BYTES
 from kvstore.tiers.disk_draft import Directory, Draft, Expired
+from kvstore.tiers.disk_epochs import collect_epochs
 from kvstore.tiers.disk_files import Files
 from kvstore.tiers.disk_ledger import LedgerLocked
 from kvstore.tiers.disk_names import Path, record_name
 from kvstore.tiers.disk_space import LATE, SHORT_WAIT, Space
 from kvstore.tiers.disk_tree import Tree
 from kvstore.tiers.os_calls import OsCalls
+from kvstore.tiers.record import RecordFormat
 
 TOUCH_INTERVAL_NS = 600 * 10**9
 """A record's time of last use is written at most this often."""
@@ -126,6 +128,18 @@ class RecordWriter:
             return False
         return self._space.remove(lambda: self._files.remove(directory, name)) > 0
 
+    def collect(self, namespace: Directory, limit: int) -> int:
+        """Removes up to ``limit`` records of epochs that nobody uses any more; the number removed.
+
+        Raises:
+            OSError: as `collect_epochs` and `Space.remove`.
+        """
+
+        def remove(directory: Directory, name: str) -> None:
+            self._space.remove(lambda: self._files.remove(directory, name))
+
+        return collect_epochs(self._calls, self._files, namespace, remove, limit)
+
     def drop(self, directory: Directory, name: str, status: os.stat_result) -> None:
         """Removes a damaged record, if ``name`` still leads to it. Does not wait long: the next read finds it again.
 
@@ -166,3 +180,13 @@ def touch(
             continue
         except OSError as error:
             on_error(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What a client opened for one namespace and shard: replaced as a whole, never changed."""
+
+    directory: Directory
+    format: RecordFormat
+    shard: str
+    writer: RecordWriter

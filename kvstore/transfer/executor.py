@@ -34,6 +34,10 @@ COPY_BUDGET = 256 << 20
 """Bytes copied into blocks in one step that has a forward; the rest follows in the next steps."""
 
 
+COLLECT_BATCH = 1024
+"""Records of abandoned epochs that are removed at a time: some 10 ms of unlinking."""
+
+
 class Executor:
     """See the module. ``tiers`` has the persistent tier's client at its index and None elsewhere."""
 
@@ -64,8 +68,12 @@ class Executor:
         """Names the engine's KV memory. Before the first plan."""
         self._space.memory = memory
 
-    def attach(self, tier: int, scope: Scope) -> None:
+    def attach(self, tier: int, scope: Scope, *, measures: bool = False) -> None:
         """Opens a tier for a namespace; may block, so it is called from a thread of its own.
+
+        Args:
+            tier, scope: which, and for what.
+            measures: whether the tier also finds out what it has to say in `tier_status`, once it can be used.
 
         Raises:
             TierUnavailable, ConfigError: from the tier.
@@ -78,12 +86,14 @@ class Executor:
         channel.gate.attached()
         digest = scope.namespace.digest.hex()
         self._space.post(lambda: self._space.tier_states.append((tier, digest, "")))
-
-    def measure(self, tier: int) -> None:
-        """Lets a tier find out what it has to say in `tier_status`. May block long; from a thread of its own."""
-        channel = self._space.channels[tier]
-        if channel is not None:
+        if measures:
             channel.client.measure()
+
+    def collect(self, limit: int) -> int:
+        """Removes up to ``limit`` records a tier of epochs that nobody uses; the number. Blocks; background thread."""
+        if not self.spec.is_writer:
+            return 0
+        return sum(channel.client.collect(limit) for channel in self._space.channels if channel is not None)
 
     def detached(self, tier: int, reason: str) -> None:
         """A tier could not be opened. Any thread."""
@@ -109,7 +119,6 @@ class Executor:
     def _enter(self, plan: Plan) -> None:
         space = self._space
         space.drain()
-        space.generation = plan.generation
         if plan.epochs:
             for tier, channel in enumerate(space.channels):
                 if channel is not None:

@@ -1,7 +1,8 @@
-"""Keeps an operation of an old generation from running under the name of a new epoch.
+"""Keeps an operation that was planned in one epoch from running under the name of another.
 
 A tier works in one epoch at a time, and a verb stays in the one that it started in; but a job that was queued before
-a reset may start after it. So a job enters with its generation, and the epoch changes only while no job is inside.
+a reset, or before the tier's epoch changed, may start after it. So a job enters with the term in which it was queued,
+and the epoch changes only while no job is inside.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import threading
 
 from kvstore.tiers.base import Tier
+
+Term = tuple[str, int]
+"""(epoch, generation)."""
 
 
 class EpochGate:
@@ -19,8 +23,8 @@ class EpochGate:
         self._lock = threading.Lock()
         self._inside = 0
         self._is_attached = False
-        self._wanted = ("", -1)
-        self._applied = ("", -1)
+        self._wanted: Term = ("", -1)
+        self._applied: Term = ("", -1)
 
     def attached(self) -> None:
         """The tier was attached: an epoch that was named before is used from now on."""
@@ -28,17 +32,21 @@ class EpochGate:
             self._is_attached = True
             self._apply()
 
+    @property
+    def term(self) -> Term:
+        """What a job that is queued now has to enter with."""
+        return self._wanted
+
     def change(self, epoch: str, generation: int) -> None:
-        """From now on jobs of ``generation`` may enter, and work in ``epoch`` (``""``: none may)."""
+        """From now on only jobs of this term may enter, and work in ``epoch`` (``""``: none may)."""
         with self._lock:
             self._wanted = (epoch, generation)
             self._apply()
 
-    def enter(self, generation: int) -> bool:
-        """Whether a job of ``generation`` may use the tier now; if so it must call `leave`."""
+    def enter(self, term: Term) -> bool:
+        """Whether a job of that term may use the tier now; if so it must call `leave`."""
         with self._lock:
-            epoch, current = self._applied
-            if not epoch or generation != current or self._applied != self._wanted:
+            if not term[0] or not term == self._applied == self._wanted:
                 return False
             self._inside += 1
             return True

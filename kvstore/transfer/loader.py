@@ -50,12 +50,12 @@ class Loader:
         if channel is None:
             self._fetched(ticket, slot, address, Outcome.UNAVAILABLE)
             return
-        generation, deadline = space.generation, space.clock() + space.spec.load_timeout
+        term, deadline = channel.gate.term, space.clock() + space.spec.load_timeout
         buffer = space.arena.buffer(slot)
 
         def run() -> None:
             outcome = Outcome.SKIPPED
-            if channel.gate.enter(generation):
+            if channel.gate.enter(term):
                 try:
                     outcome = channel.client.read([address], [buffer], deadline)[0]
                 finally:

@@ -54,13 +54,13 @@ class Saver:
         if space.content[slot] != address or (not space.busy[slot] and self._slots_on_way >= space.spec.write_limit):
             space.done.append((ticket, Outcome.SKIPPED))
             return
-        generation, deadline = space.generation, space.clock() + WRITE_TIMEOUT
+        term, deadline = channel.gate.term, space.clock() + WRITE_TIMEOUT
         buffer = space.arena.buffer(slot)
         used_ns = self._began(turn) - position
 
         def run() -> None:
             outcome, evicted = Outcome.SKIPPED, []
-            if channel.gate.enter(generation):
+            if channel.gate.enter(term):
                 try:
                     self._seal(slot, address, buffer)
                     outcome = channel.client.write([address], [buffer], deadline, [used_ns])[0]

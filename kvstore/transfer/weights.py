@@ -68,11 +68,24 @@ def adapter_digest(folder: Path, cache_dir: Path | None = None, threads: int = 2
     Raises:
         ConfigError: the folder has no ``adapter_model.*``.
     """
+    return weights_digest(adapter_files(folder), cache_dir, threads)
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The files of a LoRA folder that determine what it does: its weights, then its configuration.
+
+    Raises:
+        ConfigError: the folder has no ``adapter_model.*``.
+    """
     weights = sorted(path for path in folder.glob("adapter_model.*") if path.is_file())
     if not weights:
         raise ConfigError(f"{folder} is not an adapter: it has no adapter_model file")
-    settings = [path for path in (folder / "adapter_config.json",) if path.is_file()]
-    return weights_digest([*weights, *settings], cache_dir, threads)
+    return [*weights, *(path for path in (folder / "adapter_config.json",) if path.is_file())]
+
+
+def is_named_by_content(path: Path) -> bool:
+    """Whether the file is a link to a blob whose name is the SHA-256 of its content."""
+    return _lfs_digest(path) is not None
 
 
 def weights_digest(

@@ -82,7 +82,6 @@ class Workspace:
         self.sealed = bytearray(arena.count)
         self.busy = [0] * arena.count
         """Lower writes that read the slot now."""
-        self.generation = 0
         self.done: list[Done] = []
         self.loaded: list[Loaded] = []
         self.evicted: list[Evicted] = []
