@@ -254,10 +254,11 @@ class Planner(Requests):
         Another one than before forgets what this tier had, and what is on its way from or to it ends without effect.
         Slots and other tiers are as they were: only a `reset` says that the engine's KV is another. O(catalog).
         """
-        if self.state.epochs[tier] == epoch:
+        if epoch and self.state.epochs[tier] == epoch:
             return
+        # Also where there was no epoch: what was learnt meanwhile belongs to none.
+        self.state.catalog.drop_hints(tier)
         if self.state.epochs[tier]:
-            self.state.catalog.drop_hints(tier)
             self.orders.forget_sent(tier)
         self.state.epochs[tier] = epoch
         self.state.refresh()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 
 from kvstore.errors import ConfigError, ContractError
@@ -83,7 +84,7 @@ class DiskTier(Tier):
         self._root: Directory | None = open_root(config.path, self._calls, self._files, config.read_only)
         self._space = Space(
             self._calls, self._root, config.capacity, config.min_free, self._is_writer,
-            clock, sleep, now_ns, self._evicted,
+            clock, sleep, now_ns, partial(self._count, "evicted_chunks"),
         )  # fmt: skip
         self._opened: Attached | None = None
         self._tree: Tree | None = None
@@ -318,9 +319,6 @@ class DiskTier(Tier):
         """See `Tier.close`. A verb that still runs keeps what it uses until it ends."""
         self._tree = self._opened = self._root = None
         self._space.close()
-
-    def _evicted(self, records: int) -> None:
-        self._count("evicted_chunks", records)
 
     def _attached(self) -> Attached:
         if self._opened is None:
