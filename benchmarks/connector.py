@@ -141,7 +141,10 @@ def step_row() -> Row:
         "chunk_tokens: 32\ntiers: [{type: cpu, capacity: 64MiB}]\nstats: {snapshot_dir: 'off'}\n", tier_types()
     )
     settings = Settings(config, blueprint(config, geometry), {"model": "bench"}, True, True, "bench", "bench")
-    side = SchedulerSide(SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None)), settings, 32)
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None), load_config=SimpleNamespace(load_format="dummy")
+    )
+    side = SchedulerSide(engine, settings, 32)
     side.kv_cache_manager = SimpleNamespace(get_block_ids=lambda _name: ([*range(1, 5)],))
     requests = [
         SimpleNamespace(
