@@ -29,6 +29,9 @@ from kvstore.transfer.lanes import contain
 
 log = logging.getLogger(__name__)
 
+MOST_WAITING = 1024
+"""Tasks that may wait for the thread before questions and marks are dropped."""
+
 _ASK_BATCH = 64
 _LISTED_AT_LEAST = 1024
 """Addresses gathered into one piece of a listing, so that pieces are few."""
@@ -80,14 +83,22 @@ class Prober:
         self._thread.start()
 
     def ask(self, request_id: str, first_chunk: int, addresses: Sequence[bytes], deadline: float) -> None:
-        """Asks for a chain of addresses, from its first on until one is nowhere. Never blocks."""
+        """Asks for a chain of addresses, from its first on until one is nowhere. Never blocks.
+
+        A question that finds `MOST_WAITING` tasks before it is not asked: its asker's deadline ends it.
+        """
         asked = tuple(addresses)
-        self._tasks.put(lambda: self._answer(request_id, first_chunk, asked, deadline))
+        self._offer(lambda: self._answer(request_id, first_chunk, asked, deadline))
 
     def touch(self, addresses: Sequence[bytes]) -> None:
-        """Marks records as used, head first. Never blocks."""
+        """Marks records as used, head first; not where `MOST_WAITING` tasks wait. Never blocks."""
         used = tuple(addresses)
-        self._tasks.put(lambda: self._touch(used))
+        self._offer(lambda: self._touch(used))
+
+    def _offer(self, task: Callable[[], None]) -> None:
+        # A tier that hangs holds the thread, and requests go on coming.
+        if self._tasks.qsize() < MOST_WAITING:
+            self._tasks.put(task)
 
     def run(self, call: Callable[[], None]) -> None:
         """Calls ``call`` on the prober's thread, in turn; what it raises is logged. Never blocks."""
